@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread per worker: with two OpenMP threads and any other busy process a step slows about twenty times."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("TRIMTAB", None)
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
