@@ -43,7 +43,7 @@ _HOMES = {
     "NoEffectWarning": "trimtab.errors",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604  (a list of names, built from the table above)
+__all__ = [*_HOMES, "__version__"]
 
 TORCH_FLOOR = (2, 6)
 

@@ -14,7 +14,7 @@ class NonFiniteError(TrimtabError):
     """The gradient was not finite for too many optimizer steps in a row."""
 
 
-class MissingExtra(ImportError):
+class MissingExtraError(ImportError):
     """An optional package is not installed: the message ends in the pip line that installs it."""
 
 
@@ -22,6 +22,6 @@ class NoEffectWarning(UserWarning):
     """A call found nothing to change (composer's idea): a run that quietly stays as it was wastes a week."""
 
 
-def missing_extra(package: str, extra: str, purpose: str) -> MissingExtra:
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     """Build the error for an absent optional package."""
-    return MissingExtra(f"{purpose} needs {package}, which is not installed: pip install 'trimtab[{extra}]'")
+    return MissingExtraError(f"{purpose} needs {package}, which is not installed: pip install 'trimtab[{extra}]'")

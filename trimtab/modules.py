@@ -44,7 +44,9 @@ def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Mod
     if isinstance(head, str):
         named = dict(model.named_modules())
         if head not in named:
-            raise TrimtabError(f"head must be the path of a module of the model, got {head!r}: see model.named_modules()")
+            raise TrimtabError(
+                f"head must be the path of a module of the model, got {head!r}: see model.named_modules()"
+            )
         return named[head]
     getter = getattr(model, "get_output_embeddings", None)
     if callable(getter):

@@ -16,6 +16,7 @@ as the attribute `switch`, `control` finds it there. Names are relative to the m
 so they survive wrappers such as DDP.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -27,6 +28,8 @@ from trimtab.errors import TrimtabError
 from trimtab.modules import block_of, expert_of, output_head
 
 Grouping = str | Sequence[str]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -85,11 +88,50 @@ def group(paths: Iterable[str], unit: Grouping) -> dict[str, list[str]]:
     return grouped
 
 
-def roots_of(name: str, paths: Sequence[str], modules: Mapping[str, nn.Module], unit: Grouping) -> tuple[nn.Module, ...]:
+def roots_of(
+    name: str, paths: Sequence[str], modules: Mapping[str, nn.Module], unit: Grouping
+) -> tuple[nn.Module, ...]:
     """The modules whose parameters are a unit's signal: the whole block or expert, or just the grouped modules."""
     if isinstance(unit, str) and unit in ("block", "expert") and name in modules:
         return (modules[name],)
     return tuple(modules[path] for path in paths)
+
+
+def gather_units(
+    model: nn.Module, units: Grouping | Sequence[Unit] | None, watch: Sequence[str], mode: str
+) -> tuple[Unit, ...]:
+    """The units to control and to watch; a controller without any raises."""
+    ready = [] if units is None or isinstance(units, str) else [unit for unit in units if isinstance(unit, Unit)]
+    if ready:
+        found = tuple(ready)
+    else:
+        found = find_units(model, units)  # pyright: ignore[reportArgumentType]
+    if not found:
+        raise TrimtabError("the model has no unit to watch: it needs at least one module with a trainable matrix")
+    if mode == "act" and not any(unit.recoverable for unit in found):
+        raise TrimtabError(
+            "mode 'act' needs units that can switch, and this model has none: call trimtab.convert_(model, recipe) "
+            "first, or look without acting: Controller(model, mode='observe')"
+        )
+    for pattern in watch:
+        taken = {unit.name for unit in found}
+        more = tuple(
+            Unit(path, own)
+            for path, module in model.named_modules()
+            if fnmatchcase(path, pattern) and path not in taken and (own := trainable([module]))
+        )
+        if not more:
+            raise TrimtabError(f"watch pattern {pattern!r} matches no further module with trainable parameters")
+        found += more
+    silent = [unit.name for unit in found if not unit.parameters]
+    if silent:
+        log.warning(
+            "%d of %d units have no trainable parameter and are never judged: %s",
+            len(silent),
+            len(found),
+            ", ".join(silent[:5]),
+        )
+    return found
 
 
 def find_units(model: nn.Module, unit: Grouping | None = None) -> tuple[Unit, ...]:
@@ -119,7 +161,8 @@ def _watched(model: nn.Module, unit: Grouping) -> tuple[Unit, ...]:
     owners = [
         path
         for path, module in modules.items()
-        if module is not head and not isinstance(module, nn.Embedding)
+        if module is not head
+        and not isinstance(module, nn.Embedding)
         and any(p.requires_grad and p.dim() >= 2 for p in module.parameters(recurse=False))
     ]
     units = []

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller: five lines in somebody's own loop.
+
+    controller = trimtab.Controller(model, total_steps=10_000)
+    for batch in loader:
+        model(batch).loss.backward()
+        controller.step()             # observe -> judge -> decide -> act: who runs high in the next step
+        optimizer.step()
+        optimizer.zero_grad()
+
+It holds the state of the pure functions in `advance`, calls them once per optimizer step, and does the three
+things they cannot: read gradients, flip switches, tell people. Call it once per *optimizer* step, after the
+last micro-batch; with a GradScaler after `scaler.unscale_`; clip after it, or with `controller.clip_grad_norm_`,
+which reuses the norms in either order.
+
+Modes: `act` switches units and skips non-finite steps; `observe` works on any model, decides and records, and
+changes not a bit of the run; `off` does nothing. `TRIMTAB=off|observe|act` in the environment overrides.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from trimtab.control import act
+from trimtab.control.advance import State, Verdict, advance
+from trimtab.control.decide import Ledger
+from trimtab.control.events import Narrator
+from trimtab.control.judge import History
+from trimtab.control.observe import Observer
+from trimtab.control.policy import Policy
+from trimtab.control.state import STATE_VERSION, check_state, column, columns, path_states, to_tensors
+from trimtab.control.tally import Tally
+from trimtab.control.units import Grouping, Unit, gather_units, trainable
+from trimtab.control.values import Event, Plan
+from trimtab.errors import NonFiniteError, TrimtabError
+
+log = logging.getLogger(__name__)
+
+MODES = ("off", "observe", "act")
+
+
+class RecorderLike(Protocol):
+    """What the controller asks of a recorder (`trimtab.Recorder` is one)."""
+
+    def open_trace(
+        self,
+        units: list[str],
+        *,
+        recoverable: np.ndarray,
+        policy: dict,
+        max_high: int,
+        warmup_steps: int,
+        total_steps: int | None,
+    ) -> None:
+        """Learn what the rows will mean."""
+
+    def observe(
+        self, step: int, norms: np.ndarray, seen: np.ndarray, high: np.ndarray, grad_norm: float, events: list[dict]
+    ) -> None:
+        """Take one pass: the norms measured, and the set that was executed."""
+
+
+class Controller:
+    """Watches the gradient norms of a model's units and decides who runs high in the next step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | None = None,
+        *,
+        mode: str = "act",
+        total_steps: int | None = None,
+        recorder: RecorderLike | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        units: Grouping | Sequence[Unit] | None = None,
+        watch: Sequence[str] = (),
+    ) -> None:
+        """Find the model's units and start with an empty history.
+
+        Args:
+            policy: thresholds, budget and lock; the paper's two-stage rule by default.
+            mode: `"act"`, `"observe"` or `"off"`; the environment variable TRIMTAB overrides it.
+            total_steps: optimizer steps of the whole run, which fixes the warm-up.
+            recorder: takes every reading and event, for `trimtab report` and `trimtab replay`.
+            on_event: called with each `Event`: who went high or back and why, denied, non-finite, ...
+            units: for a model that was not converted, how to group it (`"linear"`, `"block"`, `"expert"`, name
+                patterns), or ready-made units; a converted model brings its own.
+            watch: name patterns of further modules to watch and record; they are never switched.
+        """
+        self.mode = _resolve_mode(mode)
+        self.policy = Policy() if policy is None else policy
+        self.total_steps = total_steps
+        self._on_event, self._recorder = on_event, recorder
+        self._paused = False
+        self._bad_steps = 0
+        self.units: tuple[Unit, ...] = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
+        switchable = np.array([unit.recoverable for unit in self.units], bool)
+        # A plain model has no switch at all: observe mode then judges as if every unit could be switched.
+        self._recoverable = switchable if switchable.any() else np.ones(len(self.units), bool)
+        self._observer = Observer(self.units, trainable([model]))
+        self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
+        self._reset()
+        if recorder is not None and self.mode != "off":
+            recorder.open_trace(
+                list(self.names),
+                recoverable=self._recoverable,
+                policy=self.policy.to_dict(),
+                max_high=self.limits.max_high,
+                warmup_steps=self.limits.warmup_steps,
+                total_steps=total_steps,
+            )
+
+    def _reset(self) -> None:
+        self._state = State.fresh(self._recoverable, self.policy, self.limits)
+        self._tally = Tally(self._recoverable, self._state.ledger.high, self.policy, self.limits)
+        self._narrator = Narrator(self.names, self.policy, self.limits)
+        self._set_plan(0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the units, in the order of every array."""
+        return tuple(unit.name for unit in self.units)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps observed so far."""
+        return self._state.step
+
+    def step(self) -> Plan:
+        """Read the norms of this step and choose who runs high in the next; call before `optimizer.step()`.
+
+        On a non-finite gradient (`plan.nonfinite`), and where the batch must be run again (`plan.rerun`), the
+        gradients are set to None, so that a following `optimizer.step()` does nothing. Raises `NonFiniteError`
+        after `policy.max_nonfinite` non-finite steps in a row.
+        """
+        if self.mode == "off":
+            return self.plan
+        with record_function("trimtab::observe"):
+            reading = self._observer.read()
+        with record_function("trimtab::decide"):
+            ran, before = self._executed(), self._state
+            verdict, self._state = advance(
+                before, reading.norm[None], reading.seen[None], self._recoverable, self._policy_now(), self.limits
+            )
+            nonfinite = not (np.isfinite(reading.total) and np.isfinite(reading.norm[reading.seen]).all())
+            events = self._narrator.tell(before.ledger, verdict, self._state.ledger, nonfinite)
+        with record_function("trimtab::act"):
+            self._set_plan(int(verdict.steps[0]), nonfinite=nonfinite, rerun=bool(verdict.rerun[0]))
+            if self.mode == "act" and (nonfinite or self.plan.rerun):
+                self._observer.drop()
+        self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
+        self._count_bad(nonfinite)
+        return self.plan
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the total gradient norm, as `torch.nn.utils.clip_grad_norm_` does, without a second pass over it.
+
+        Works before or after `step()`; the norms that are judged are those before clipping.
+        """
+        return self._observer.clip_(max_norm)
+
+    def pause(self) -> None:
+        """Let every unit run low from the next step on; norms are still read, judged and recorded."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Act again from the next step on."""
+        self._paused = False
+
+    def rescale_history(self, factor: float) -> None:
+        """Scale every unit's remembered norms, for when the number of micro-batches (and so the norm) changes."""
+        if not (np.isfinite(factor) and factor > 0):
+            raise TrimtabError(f"factor must be a positive number, got {factor!r}")
+        history = self._state.history
+        scaled = history._replace(mean=history.mean * factor, recent=history.recent * factor)
+        self._state = self._state._replace(history=scaled)
+
+    def summary(self) -> dict[str, float]:
+        """The metrics of `trimtab.control.tally`, false alarms first."""
+        return self._tally.summary()
+
+    def median_ratios(self) -> dict[str, float]:
+        """Median ratio of each unit so far: what alpha means for it."""
+        return dict(zip(self.names, self._tally.median_ratios().tolist(), strict=True))
+
+    def _policy_now(self) -> Policy:
+        """The policy in force: observe mode never asks for a batch to be run again."""
+        if self.mode == "act" or self.policy.replay_step is None:
+            return self.policy
+        return self.policy.replace(replay_step=None)
+
+    def _executed(self) -> np.ndarray:
+        """The set that really runs high in the step under way."""
+        acting = self.mode == "act"
+        return np.array([acting and u.switch is not None and u.switch.planned for u in self.units], bool)
+
+    def _set_plan(self, step: int, *, nonfinite: bool = False, rerun: bool = False) -> None:
+        """Make the ledger's set the plan, and apply it."""
+        mask = self._state.ledger.high.copy()
+        mask.setflags(write=False)
+        self.plan = Plan(step, self.names, mask, nonfinite, rerun)
+        if self.mode == "act":
+            act.apply(self.units, mask & (not self._paused))
+
+    def _record(
+        self, verdict: Verdict, norms: np.ndarray, seen: np.ndarray, ran: np.ndarray, total: float, events: list[Event]
+    ) -> None:
+        self._tally.add(verdict, ran[None] if self.mode == "act" else None)
+        if self._recorder is not None:
+            self._recorder.observe(self.plan.step, norms, seen, ran, total, [event.to_dict() for event in events])
+        for event in events:
+            if event.kind in ("nonfinite", "persistent", "budget_full"):
+                log.warning("step %d: %s", event.step, event.message)
+            if self._on_event is not None:
+                self._on_event(event)
+
+    def _count_bad(self, nonfinite: bool) -> None:
+        if self.plan.rerun:
+            return
+        self._bad_steps = self._bad_steps + 1 if nonfinite else 0
+        if self.mode == "act" and self._bad_steps >= self.policy.max_nonfinite:
+            raise NonFiniteError(
+                f"the gradient was not finite for {self._bad_steps} steps in a row (max_nonfinite="
+                f"{self.policy.max_nonfinite}), last at step {self.plan.step}: lower the learning rate, or go back "
+                "to an earlier checkpoint; `trimtab report` names the units that started it"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to decide identically: plain values and tensors, by unit name."""
+        state = self._state
+        return {
+            "version": STATE_VERSION,
+            "policy": self.policy.to_dict(),
+            "units": list(self.names),
+            "step": state.step,
+            "again": state.again,
+            "paused": self._paused,
+            "bad_steps": self._bad_steps,
+            "history": to_tensors(state.history._asdict()),
+            "ledger": to_tensors(state.ledger._asdict()),
+            "tally": to_tensors(self._tally.state_dict()),
+            "narrator": self._narrator.state_dict(),
+            "paths": path_states(self.units),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Continue from a saved state; without one (a checkpoint made without trimtab) warn and start afresh."""
+        if self.mode == "off":
+            return
+        if not state_dict:
+            warnings.warn("the checkpoint holds no controller state: starting with a fresh history", stacklevel=2)
+            return
+        check_state(state_dict, self.names, self.policy)
+        order = [list(state_dict["units"]).index(name) for name in self.names]
+        history = History(**columns(state_dict["history"], order))
+        ledger = Ledger(**columns(state_dict["ledger"], order))
+        self._state = State(int(state_dict["step"]), bool(state_dict["again"]), history, ledger)
+        tally = dict(state_dict["tally"])
+        by_unit = {name: column(tally[name], order, axis=0) for name in ("ratios", "executed", "last")}
+        self._tally.load_state_dict({"counts": tally["counts"], **by_unit})
+        self._narrator.load_state_dict(state_dict["narrator"])
+        self._paused, self._bad_steps = bool(state_dict["paused"]), int(state_dict["bad_steps"])
+        load_path_states(self.units, state_dict["paths"])
+        self._set_plan(self._state.step)
+
+
+def _resolve_mode(mode: str) -> str:
+    override = os.environ.get("TRIMTAB", "").strip().lower()
+    for source, value in (("mode", mode), ("the environment variable TRIMTAB", override)):
+        if value not in MODES and (value or source == "mode"):
+            raise TrimtabError(f"{source} must be one of {', '.join(MODES)}, got {value!r}")
+    return override or mode

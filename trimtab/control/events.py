@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: what happened, in the few lines a person wants to read.
+
+One line per change of state, never a line per step. A unit that goes high says why (its ratio, its jump, a
+non-finite norm), a unit that comes back says how (its lock ran out, or riskier units took its seat), a unit
+that stays denied says so once. Two lines are about the run as a whole: a persistent offender, which triggers
+again after each release and is more likely a bug than noise; and a full budget, which on norms that do not
+fall is usually a threshold that means something else here than it did in the paper.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from trimtab.control.advance import Verdict
+from trimtab.control.decide import Ledger
+from trimtab.control.policy import Limits, Policy, quiet_level
+from trimtab.control.values import Event
+
+LOOK_BACK = 200  # steps over which the pressure on the budget is judged
+
+
+class Narrator:
+    """Turns decisions into events; remembers just enough to say each thing once."""
+
+    def __init__(self, names: tuple[str, ...], policy: Policy, limits: Limits) -> None:
+        self._names, self._policy, self._limits = names, policy, limits
+        shape = (LOOK_BACK, len(names))
+        self._ratios, self._jumps = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        self._full = np.zeros(LOOK_BACK, bool)
+        self._denied = np.zeros(len(names), bool)
+        self._told_full = False
+        self._passes = 0
+
+    def tell(self, before: Ledger, verdict: Verdict, after: Ledger, nonfinite: bool) -> list[Event]:
+        """The events of one pass."""
+        step, names = int(verdict.steps[0]), self._names
+        risk, denied = verdict.risk.risk[0], verdict.choice.denied[0]
+        events = [self._nonfinite(step, risk)] if nonfinite else []
+        if verdict.rerun[0]:
+            events.append(Event(step, "rerun", message="an extreme risk: the batch is run again under the new plan"))
+        for b in np.flatnonzero(after.high & ~before.high).tolist():
+            events.append(self._triggered("high", verdict, b))
+        for b in np.flatnonzero(before.high & ~after.high).tolist():
+            cause = "evicted" if before.lock[b] > 0 or risk[b] > 1 else "quiet"
+            events.append(Event(step, "low", names[b], cause, message=f"{names[b]} {cause} -> low"))
+        for b in np.flatnonzero(denied & ~self._denied).tolist():
+            events.append(self._triggered("denied", verdict, b))
+        newly = (after.repeats == self._policy.persistent_after) & (after.repeats > before.repeats)
+        events += [self._persistent(step, b) for b in np.flatnonzero(newly).tolist()]
+        self._denied = denied
+        return events + self._budget(step, verdict, int(after.high.sum()))
+
+    def _triggered(self, kind: str, verdict: Verdict, b: int) -> Event:
+        """A unit that triggered: why, by how much, and what became of it."""
+        name, policy = self._names[b], self._policy
+        ratio, jump, risk = (float(column[0, b]) for column in verdict.risk)
+        if np.isinf(risk):
+            cause, text = "nonfinite", "is not finite"
+        elif policy.beta is not None and jump / policy.beta > ratio / float(verdict.alpha[0]):
+            cause, text = "jump", f"{jump:.2g}x its last {policy.window} steps"
+        else:
+            cause, text = "ratio", f"{ratio:.2g}x its history"
+        end = "high" if kind == "high" else f"denied, the budget of {self._limits.max_high} is full"
+        return Event(int(verdict.steps[0]), kind, name, cause, ratio, jump, risk, f"{name} {text} -> {end}")
+
+    def _nonfinite(self, step: int, risk: np.ndarray) -> Event:
+        guilty = [self._names[b] for b in np.flatnonzero(np.isinf(risk))]
+        where = (
+            f"{len(guilty)} of {len(self._names)} units, first {guilty[0]}"
+            if guilty
+            else "parameters outside every unit"
+        )
+        return Event(
+            step,
+            "nonfinite",
+            guilty[0] if guilty else None,
+            "nonfinite",
+            message=f"the gradient is not finite ({where}): the optimizer step is skipped",
+        )
+
+    def _persistent(self, step: int, b: int) -> Event:
+        name, times = self._names[b], self._policy.persistent_after
+        text = (
+            f"{name} triggered again within {self._policy.repeat_within} steps of its release {times} times in a row: "
+            "probably a bug or a layer to keep high, not noise"
+        )
+        return Event(step, "persistent", name, message=text)
+
+    def _budget(self, step: int, verdict: Verdict, num_high: int) -> list[Event]:
+        row = self._passes % LOOK_BACK
+        self._ratios[row], self._jumps[row] = verdict.risk.ratio[0], verdict.risk.jump[0]
+        self._full[row] = 0 < self._limits.max_high <= num_high
+        self._passes += 1
+        if self._told_full or self._passes < LOOK_BACK or int(self._full.sum()) * 2 <= LOOK_BACK:
+            return []
+        self._told_full = True
+        finite = self._ratios[np.isfinite(self._ratios)]
+        share = 0.001 if self._policy.beta is None else 0.0005
+        alpha = quiet_level(self._ratios, share)
+        beta = "" if self._policy.beta is None else f", beta={quiet_level(self._jumps, share):.3g}"
+        median = float(np.median(finite))
+        text = (
+            f"the budget was full on {int(self._full.sum())} of the last {LOOK_BACK} steps. The median ratio here is "
+            f"{median:.2f}, so alpha={self._policy.alpha:g} asks for {self._policy.alpha / median:.2f} times a unit's "
+            f"usual norm; Policy(alpha={alpha:.3g}{beta}) would have fired about once in 1,000 of these steps"
+        )
+        return [Event(step, "budget_full", message=text)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been said already."""
+        return {"told_full": self._told_full}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do not say it again after a resume."""
+        self._told_full = bool(state_dict["told_full"])

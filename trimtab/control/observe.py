@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observe: one gradient norm per unit, read once per optimizer step.
+
+    per parameter   foreach norms in FP32, on the device, one call per (device, dtype)
+    one copy        all of them to the host at once: P floats, a single wait, no `.item()` per parameter
+    per unit        n_b = sqrt(sum of squares over its parameters), in float64, rounded to float32
+
+Norms are of the gradient as the optimizer would see it before clipping: reduced, un-scaled, averaged over
+micro-batches. A tied weight counts in each unit that holds it and once in the total. A parameter without a
+gradient adds nothing; a unit without any gradient is not `seen`.
+
+Clipping needs the very same norms, so `clip_grad_norm_` reuses them. A reading is reused only while it is
+true: every gradient must still be the same tensor at the same version as when it was read.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trimtab.control.units import Unit
+from trimtab.control.values import Reading
+
+
+class Observer:
+    """Reads the norms of a fixed set of parameters, grouped into units."""
+
+    def __init__(self, units: Sequence[Unit], parameters: Sequence[nn.Parameter]) -> None:
+        """Bind to the units and to all trainable parameters of the model, watched or not."""
+        self.parameters = list({id(p): p for p in parameters}.values())
+        position = {id(p): i for i, p in enumerate(self.parameters)}
+        pairs = [(position[id(p)], u) for u, unit in enumerate(units) for p in unit.parameters]
+        self._parameter_of = np.array([p for p, _ in pairs], np.int64)
+        self._unit_of = np.array([u for _, u in pairs], np.int64)
+        self._num_units = len(units)
+        self._norms: Tensor | None = None  # (P',) norms of the gradients that exist, on the device
+        self._host: NDArray[np.float32] = np.zeros(0, np.float32)
+        self._present: NDArray[np.bool_] = np.zeros(0, bool)
+        self._key: list[tuple[weakref.ref[Tensor], int]] = []
+        self._clipped = False
+
+    def read(self) -> Reading:
+        """The norms of every unit and the total, one device-to-host copy."""
+        if not self._is_current():
+            self._measure()
+        squares = np.zeros(len(self.parameters))
+        with np.errstate(over="ignore"):
+            squares[self._present] = self._host.astype(np.float64) ** 2
+            sums = np.bincount(self._unit_of, squares[self._parameter_of], self._num_units)
+            norms = np.sqrt(sums).astype(np.float32)
+        seen = np.bincount(self._unit_of, self._present[self._parameter_of], self._num_units) > 0
+        return Reading({"norm": norms}, seen, float(np.sqrt(squares.sum())))
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their total norm is at most `max_norm`; returns the norm before.
+
+        The arithmetic is that of `torch.nn.utils.clip_grad_norm_`.
+        """
+        if not self._is_current() or self._clipped:
+            self._measure()
+        assert self._norms is not None
+        total = torch.linalg.vector_norm(self._norms) if len(self._norms) else torch.zeros(())
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for (device, _), grads in _by_kind(self._gradients()).items():
+            torch._foreach_mul_(grads, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        self._clipped = True
+        self._remember()  # the norms still speak of the gradient before clipping
+        return total
+
+    def drop(self) -> None:
+        """Throw the gradients away, so that a following `optimizer.step()` does nothing."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._remember()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _measure(self) -> None:
+        grads = [p.grad for p in self.parameters]
+        self._present = np.array([g is not None for g in grads], bool)
+        dense = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
+        self._norms = _norms(dense)
+        self._host = self._norms.cpu().numpy()
+        self._clipped = False
+        self._remember()
+
+    def _remember(self) -> None:
+        self._key = [(weakref.ref(g), g._version) for g in self._gradients()]
+
+    def _is_current(self) -> bool:
+        grads = self._gradients()
+        return (
+            self._norms is not None
+            and len(grads) == len(self._key)
+            and all(
+                ref() is grad and version == grad._version
+                for grad, (ref, version) in zip(grads, self._key, strict=True)
+            )
+        )
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """FP32 L2 norm of each tensor as one vector, in order; foreach calls, no wait for the device."""
+    if not tensors:
+        return torch.zeros(0)
+    found: dict[int, Tensor] = {}
+    for kind in _by_kind(tensors).values():
+        norms = torch._foreach_norm(kind, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        for tensor, norm in zip(kind, norms, strict=True):
+            found[id(tensor)] = norm
+    return torch.stack([found[id(tensor)].to(tensors[0].device, non_blocking=True) for tensor in tensors])

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a unit may run high: thresholds, budget and lock, as one frozen value.
+
+The paper (GNMR, arXiv 2606.00539) triggers a unit when its risk exceeds 1,
+
+    risk = max(ratio / alpha, jump / beta),
+
+and lets at most `max_high` units run high at once. The defaults are the paper's two-stage rule: alpha 1.5
+for the first 2.5 % of the steps, then 1.1, beta 1.5 over a window of 5 ratios, a lock of 1 step. Every row
+of its settings is a preset. What goes beyond the paper is off by default and stands in its own part of
+the class.
+
+A threshold of 1 is not "normal": norms that fall like t^-p settle at a ratio of 1 - p against a cumulative
+mean, which is why 1.1 is sparse on falling norms and fills the budget on flat ones. `Policy.calibrated`
+sets alpha and beta from a quiet stretch of a run instead.
+
+No torch here: a policy is judged on a laptop from a recorded trace.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trimtab.errors import TrimtabError
+
+HISTORIES = ("cumulative", "winsorized", "exclude_triggered", "ema", "window")
+WARMUPS = ("threshold", "high", "monitor")
+
+
+class Limits(NamedTuple):
+    """A policy made concrete for one run: its counts."""
+
+    max_high: int
+    warmup_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Thresholds, budget and lock of the controller; see the module for the rule."""
+
+    max_high: int | float = 0.05
+    """Most units high at once: a count (0 = never act), or a fraction of the units in (0, 1], at least one unit."""
+    alpha: float = 1.1
+    """Threshold of the ratio, in times the unit's own mean norm."""
+    alpha_warmup: float | None = 1.5
+    """Alpha during the first `warmup_steps`; None means one constant alpha."""
+    warmup_steps: int | None = None
+    """Steps of warm-up; None means 2.5 % of the total (5 % for `warmup="high"`), rounded up."""
+    beta: float | None = 1.5
+    """Threshold of the jump, in times the mean of the last `window` ratios; None drops the jump."""
+    window: int = 5
+    """How many earlier ratios the jump is measured against."""
+    lock_steps: int = 1
+    """Steps a unit stays eligible after its last trigger; a lock never beats the budget."""
+    warmup: str = "threshold"
+    """`threshold` (alpha_warmup applies), `high` (every unit runs high) or `monitor` (nothing acts)."""
+    eps: float = 1e-12
+    """Added to both denominators."""
+    max_nonfinite: int = 10
+    """Non-finite optimizer steps in a row after which the run is stopped with an error."""
+
+    # Beyond the paper, off by default.
+    history: str = "cumulative"
+    """What a unit's norms are measured against: `cumulative` (the paper), `winsorized`, `exclude_triggered`,
+    `ema` or `window`."""
+    kappa: float = 2.5
+    """`winsorized`: a norm enters the history as at most kappa times the mean."""
+    max_freeze: int = 50
+    """`exclude_triggered`: most norms in a row that are kept out of a unit's history."""
+    decay: float = 0.98
+    """`ema`: decay of the bias-corrected mean."""
+    span: int = 128
+    """`window`: how many past norms the mean covers."""
+    rebase_at: tuple[int, ...] = ()
+    """Steps at which every history starts anew (for example the end of the learning-rate warm-up)."""
+    prefer_locked: bool = False
+    """On equal risk, a locked unit goes first."""
+    lock_growth: float = 1.0
+    """A unit that triggers again soon after its release gets this many times its last lock."""
+    lock_max: int = 64
+    """Longest lock that growth may reach."""
+    repeat_within: int = 20
+    """How many steps after its release a trigger counts as a repeat."""
+    persistent_after: int = 5
+    """Repeats after which a unit is reported as a persistent offender."""
+    replay_step: float | None = None
+    """Run the same batch again when a risk exceeds this (10.0 is a good value), before the bad update."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rebase_at, int | float):
+            object.__setattr__(self, "rebase_at", (self.rebase_at,))
+        object.__setattr__(self, "rebase_at", tuple(self.rebase_at))
+        _check_max_high(self.max_high)
+        for name in ("alpha", "eps", "kappa"):
+            _require(_positive(getattr(self, name)), f"{name} must be a positive number", getattr(self, name))
+        for name in ("alpha_warmup", "beta", "replay_step"):
+            value = getattr(self, name)
+            _require(value is None or _positive(value), f"{name} must be a positive number or None", value)
+        least = {"window": 1, "lock_steps": 0, "max_nonfinite": 1, "max_freeze": 1, "span": 1, "lock_max": 1}
+        least |= {"repeat_within": 1, "persistent_after": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            _require(_whole(value) and value >= low, f"{name} must be a whole number of at least {low}", value)
+        steps = self.warmup_steps
+        _require(steps is None or (_whole(steps) and steps >= 0), "warmup_steps must be a whole number or None", steps)
+        _require(0 < self.decay < 1, "decay must lie between 0 and 1", self.decay)
+        _require(
+            _positive(self.lock_growth) and self.lock_growth >= 1, "lock_growth must be at least 1", self.lock_growth
+        )
+        _require(
+            all(_whole(s) and s >= 1 for s in self.rebase_at), "rebase_at must hold steps from 1 on", self.rebase_at
+        )
+        _require(self.history in HISTORIES, f"history must be one of {', '.join(HISTORIES)}", self.history)
+        _require(self.warmup in WARMUPS, f"warmup must be one of {', '.join(WARMUPS)}", self.warmup)
+
+    def resolve(self, num_units: int, total_steps: int | None) -> Limits:
+        """Make the budget a count of units and the warm-up a count of steps."""
+        budget = self.max_high
+        if isinstance(budget, float):
+            budget = max(1, math.floor(budget * num_units + 1e-9))
+        if self.warmup == "threshold" and self.alpha_warmup is None:
+            return Limits(budget, 0)
+        if self.warmup_steps is not None:
+            return Limits(budget, self.warmup_steps)
+        if total_steps is None:
+            raise TrimtabError(
+                "the warm-up is a share of the run, but total_steps is not known: pass total_steps=, "
+                "or Policy(warmup_steps=100), or Policy(alpha_warmup=None) for one constant alpha"
+            )
+        share = 0.05 if self.warmup == "high" else 0.025
+        return Limits(budget, math.ceil(share * total_steps - 1e-9))
+
+    def alpha_at(self, steps: np.ndarray, warmup_steps: int) -> np.ndarray:
+        """Alpha at each of some steps (counted from 1)."""
+        if self.alpha_warmup is None:
+            return np.full(steps.shape, float(self.alpha))
+        return np.where(steps <= warmup_steps, float(self.alpha_warmup), float(self.alpha))
+
+    def replace(self, **changes: Any) -> "Policy":
+        """A copy with some fields changed; unknown names raise."""
+        return Policy.from_dict(self.to_dict() | changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain values (JSON, checkpoints)."""
+        return dataclasses.asdict(self) | {"rebase_at": list(self.rebase_at)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Policy":
+        """Build a policy from plain values; an unknown name raises and names the nearest."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(names)}"
+                raise TrimtabError(f"unknown policy setting {name!r}: {hint}")
+        return cls(**values)
+
+    @classmethod
+    def preset(cls, name: str) -> "Policy":
+        """A policy by name: the rows of the paper's settings, and `steady` for norms that do not fall."""
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else ""
+            raise TrimtabError(f"unknown preset {name!r}: valid are {', '.join(PRESETS)}. {hint}".rstrip())
+        return PRESETS[name]
+
+    @classmethod
+    def calibrated(
+        cls, trace: Any, false_alarms_per_1k: float = 1.0, *, base: "Policy | None" = None, skip: int = 20
+    ) -> "Policy":
+        """Set alpha and beta from a quiet stretch, by quantiles of each step's largest ratio and largest jump.
+
+        On that stretch at most `false_alarms_per_1k` of 1,000 steps would have triggered anything.
+
+        Args:
+            trace: norms of shape (steps, units), or an object with `.norms` (and `.seen`), such as a read trace.
+            base: the policy whose other settings are kept; `Policy()` if not given.
+            skip: first steps of the stretch to leave out, while the histories are short.
+        """
+        from trimtab.control.replay import replay  # replay builds on policy: imported late to keep the arrow one-way
+
+        base = cls() if base is None else base
+        if not (_positive(false_alarms_per_1k) and false_alarms_per_1k <= 1000):
+            raise TrimtabError(f"false_alarms_per_1k must lie in (0, 1000], got {false_alarms_per_1k!r}")
+        norms = np.asarray(getattr(trace, "norms", trace), dtype=np.float32)
+        if norms.ndim != 2 or len(norms) < skip + 50:
+            raise TrimtabError(
+                f"calibration needs norms of shape (steps, units) with at least {skip + 50} steps, got {norms.shape}: "
+                "record a longer quiet stretch"
+            )
+        watching = base.replace(max_high=0, alpha_warmup=None, warmup="threshold", replay_step=None)
+        seen = getattr(trace, "seen", None)
+        decisions = replay(norms, watching, seen=seen)
+        share = false_alarms_per_1k / 1000 / (1 if base.beta is None else 2)
+        alpha = quiet_level(decisions.ratio[skip:], share)
+        beta = None if base.beta is None else quiet_level(decisions.jump[skip:], share)
+        warm = None if base.alpha_warmup is None else alpha * max(1.0, base.alpha_warmup / base.alpha)
+        return base.replace(alpha=alpha, beta=beta, alpha_warmup=warm)
+
+
+def quiet_level(values: np.ndarray, share: float) -> float:
+    """The level that each step's largest finite value exceeds on at most `share` of the steps."""
+    finite = np.where(np.isfinite(values), values, -np.inf).max(axis=1)
+    finite = finite[np.isfinite(finite)]
+    if finite.size == 0:
+        raise TrimtabError("calibration needs finite norms, and this stretch has none: choose another stretch")
+    return float(np.quantile(finite, 1 - share, method="higher"))
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise TrimtabError(f"{rule}, got {value!r}")
+
+
+def _check_max_high(value: int | float) -> None:
+    if _whole(value):
+        _require(value >= 0, "max_high as a count must be at least 0 (0 = never act)", value)
+    else:
+        fine = isinstance(value, float) and 0 < value <= 1
+        _require(fine, "max_high must be a count of units, or a fraction of them in (0, 1]", value)
+
+
+PRESETS: dict[str, Policy] = {
+    # Table 1: saved activations at 4/8 bit, no schedule; budget and window are not stated, ours are the defaults.
+    "paper-a": Policy(alpha=1.5, beta=1.3, alpha_warmup=None),
+    # Table 11: the matched-trigger test, 4 of 84 units; its thresholds are not stated, Table 1's are used.
+    "paper-a-matched": Policy(alpha=1.5, beta=1.3, alpha_warmup=None, max_high=4),
+    # Table 2: hybrid FP8 / BF16 by block, without the jump.
+    "paper-b8": Policy(beta=None, max_high=6),
+    # Table 2: E3M2 / hybrid FP8 by block.
+    "paper-b6": Policy(beta=1.5, max_high=6),
+    # Table 7: INT8 / BF16 fine-tuning, 10 of 40 layers.
+    "paper-c": Policy(beta=1.5, window=5, max_high=10, lock_steps=1),
+    # Tables 12 and 13: 5 % of the steps in 16 bit, then alpha 0.9.
+    "paper-moe": Policy(alpha=0.9, alpha_warmup=None, warmup="high"),
+    # Tables 14 and 15: alpha 0.4 throughout.
+    "paper-pangu": Policy(alpha=0.4, alpha_warmup=None),
+    # Not the paper's: for norms that do not fall, and for faults that last.
+    "steady": Policy(alpha=2.0, alpha_warmup=3.0, beta=2.0, history="winsorized", lock_steps=2, lock_growth=2.0),
+}

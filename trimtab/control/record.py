@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record: a run folder that can be read again, on any machine, without a GPU.
+
+    run.json        config, versions, hardware, command: written first, never changed
+    metrics.jsonl   one JSON object per line: step, loss, ..., grad_norm, num_high, events
+    trace.arrow     every norm and every executed set: Arrow IPC stream of (step, norms, high)
+
+A report, a replay and a sweep over policies all start from this folder (schema: docs/runs.md), so what is
+written here is exact. A norm is stored as the float32 that was judged, NaN and Inf included; a unit without
+a gradient is an Arrow null. JSON has no NaN, so metrics.jsonl says null there.
+
+Both files only grow. The trace is a schema message followed by self-contained batch messages, so cutting it
+at the end of a batch gives a valid shorter trace: a checkpoint stores `offsets()`, and `Recorder.resume`
+cuts both files there and goes on. Rows wait in preallocated arrays and lines in a buffer; both are
+written after 256 rows or 5 seconds. A crash loses that tail and nothing else; a normal exit loses nothing,
+even in a loop that never calls `close()`.
+
+A metrics line has two authors. The controller's part of a step comes with `observe`, the trainer's with
+`log`; the line is written when both are there. In a loop that never logs, the controller's part is written
+alone when the next step arrives.
+
+    with Recorder("runs/a", run={"lr": 1e-3}) as recorder:
+        recorder.open_trace(units, recoverable, policy, max_high=3, warmup_steps=25, total_steps=1000)
+        recorder.observe(1, norms, seen, high, grad_norm=0.7, events=[])
+        recorder.log(1, loss=5.5, lr=1e-4)
+
+No torch here: the controller hands over numpy arrays.
+"""
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import trimtab
+from trimtab.errors import TrimtabError, missing_extra
+
+FORMAT = 1
+"""Version of the folder's schema; raised when an old reader would misread a new folder."""
+METADATA_KEY = b"trimtab"
+"""Key of the trace's JSON in the Arrow schema metadata."""
+RUN, METRICS, TRACE, CHECKPOINTS, REPORT = "run.json", "metrics.jsonl", "trace.arrow", "checkpoints", "report.html"
+BATCH_ROWS = 256
+BATCH_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes one run folder.
+
+    Args:
+        folder: created if it is not there; a folder that already holds a run is refused.
+        run: the caller's configuration, kept under "config" in run.json. A list under "faults" (dicts with
+            unit, kind, start, width) tells the report which steps were not quiet.
+        force: remove the run that is in the folder, checkpoints included.
+    """
+
+    def __init__(self, folder: str | Path, *, run: Mapping[str, Any] | None = None, force: bool = False) -> None:
+        self.folder = Path(folder)
+        _claim(self.folder, force=force)
+        _write_run(self.folder / RUN, run or {})
+        self._start(metrics_at=0, trace_at=0)
+
+    @classmethod
+    def resume(cls, folder: str | Path, offsets: Mapping[str, int]) -> "Recorder":
+        """Continue a run: cut both files to the offsets that a checkpoint stored, and append."""
+        recorder = cls.__new__(cls)
+        recorder.folder = Path(folder)
+        if not (recorder.folder / RUN).is_file():
+            raise TrimtabError(f"resume needs a run folder, and {folder} has no {RUN}: start a new run there")
+        for name, key in ((METRICS, "metrics"), (TRACE, "trace")):
+            path, wanted = recorder.folder / name, int(offsets[key])
+            found = path.stat().st_size if path.is_file() else 0
+            if not 0 <= wanted <= found:
+                raise TrimtabError(
+                    f"{path} has {found} bytes, but the checkpoint was taken at byte {wanted}: "
+                    "resume from a checkpoint of this folder"
+                )
+        for name, key in ((METRICS, "metrics"), (TRACE, "trace")):
+            if (recorder.folder / name).is_file():
+                os.truncate(recorder.folder / name, int(offsets[key]))
+        recorder._start(metrics_at=int(offsets["metrics"]), trace_at=int(offsets["trace"]))
+        return recorder
+
+    def _start(self, *, metrics_at: int, trace_at: int) -> None:
+        self._metrics = _MetricsWriter(self.folder / METRICS, metrics_at)
+        self._trace = _TraceWriter(self.folder / TRACE, trace_at)
+        self._due = time.monotonic() + BATCH_SECONDS
+        self._closer = weakref.finalize(self, _close, self._metrics, self._trace, os.getpid())
+
+    def open_trace(
+        self,
+        units: Sequence[str],
+        recoverable: NDArray[np.bool_],  # (U,)
+        policy: Mapping[str, Any],
+        max_high: int,
+        warmup_steps: int,
+        total_steps: int | None,
+    ) -> None:
+        """Say what the trace is about; after a resume, check that it is about the same units."""
+        header = {
+            "format": FORMAT,
+            "units": list(units),
+            "recoverable": [bool(x) for x in recoverable],
+            "policy": dict(policy),
+            "max_high": int(max_high),
+            "warmup_steps": int(warmup_steps),
+            "total_steps": None if total_steps is None else int(total_steps),
+        }
+        if not units:
+            raise TrimtabError("a trace needs at least one unit, got none: check what was converted or watched")
+        if len(header["recoverable"]) != len(units):
+            raise TrimtabError(f"recoverable must have one value per unit, got {len(recoverable)} for {len(units)}")
+        self._trace.open(header)
+
+    def observe(
+        self,
+        step: int,
+        norms: NDArray[np.float32],  # (U,)
+        seen: NDArray[np.bool_],  # (U,)
+        high: NDArray[np.bool_],  # (U,) the set executed in this step
+        grad_norm: float,
+        events: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Take the controller's part of one pass; a step that is run again is simply observed again."""
+        self._trace.append(step, norms, seen, high)
+        values = {"grad_norm": float(grad_norm), "num_high": int(np.count_nonzero(high))}
+        if events:
+            values["events"] = list(events)
+        self._metrics.hold(step, values)
+        if self._trace.full or time.monotonic() >= self._due:
+            self.flush()
+
+    def log(self, step: int, **values: Any) -> None:
+        """Write the line of a step: these values, and the controller's if it observed that step."""
+        self._metrics.write(step, values)
+        if time.monotonic() >= self._due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand every complete row and line to the operating system."""
+        self._trace.flush()
+        self._metrics.flush()
+        self._due = time.monotonic() + BATCH_SECONDS
+
+    def offsets(self) -> dict[str, int]:
+        """Flush, and say where both files end: what a checkpoint stores."""
+        self._metrics.release()
+        self.flush()
+        return {"metrics": self._metrics.position, "trace": self._trace.position}
+
+    def close(self) -> None:
+        """Write what is left and close the files; a second call does nothing."""
+        self._closer()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _MetricsWriter:
+    """Appends JSON lines, and holds the controller's part of a step until the trainer's arrives."""
+
+    def __init__(self, path: Path, position: int) -> None:
+        self.position = position
+        self._file = path.open("ab", buffering=0)
+        self._lines: list[bytes] = []
+        self._pending: tuple[int, dict[str, Any]] | None = None
+
+    def hold(self, step: int, values: dict[str, Any]) -> None:
+        self.release()
+        self._pending = (int(step), values)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._pending is not None and self._pending[0] == int(step):
+            values = {**values, **self._pending[1]}
+            self._pending = None
+        self.release()
+        self._line(step, values)
+
+    def release(self) -> None:
+        """Write the held part by itself."""
+        if self._pending is not None:
+            (step, values), self._pending = self._pending, None
+            self._line(step, values)
+
+    def _line(self, step: int, values: Mapping[str, Any]) -> None:
+        line = {"step": int(step), **values}
+        self._lines.append(json.dumps(plain(line), allow_nan=False, separators=(", ", ": ")).encode() + b"\n")
+
+    def flush(self) -> None:
+        self.position = _append(self._file, b"".join(self._lines), self.position)
+        self._lines.clear()
+
+    def close(self) -> None:
+        self.release()
+        self.flush()
+        self._file.close()
+
+
+class _TraceWriter:
+    """Appends Arrow record batches; rows wait in preallocated arrays."""
+
+    def __init__(self, path: Path, position: int) -> None:
+        self.path = path
+        self.position = position
+        self._file = path.open("ab", buffering=0) if position else None
+        self._schema: Any = None
+        self._rows = 0
+
+    @property
+    def full(self) -> bool:
+        return self._rows == BATCH_ROWS
+
+    def open(self, header: dict[str, Any]) -> None:
+        pa = _pyarrow()
+        num_units = len(header["units"])
+        if self.position:
+            self._schema = _same_units(self.path, header)
+        else:
+            self._schema = pa.schema(
+                [
+                    pa.field("step", pa.int64(), nullable=False),
+                    pa.field("norms", pa.list_(pa.float32(), num_units), nullable=False),
+                    pa.field("high", pa.list_(pa.bool_(), num_units), nullable=False),
+                ],
+                metadata={METADATA_KEY: json.dumps(plain(header), allow_nan=False)},
+            )
+            self._file = self.path.open("wb", buffering=0) if self._file is None else self._file
+            self._send(self._schema.serialize())
+        self._steps = np.empty(BATCH_ROWS, np.int64)
+        self._norms = np.empty((BATCH_ROWS, num_units), np.float32)
+        self._hidden = np.empty((BATCH_ROWS, num_units), np.bool_)
+        self._high = np.empty((BATCH_ROWS, num_units), np.bool_)
+
+    def append(self, step: int, norms: np.ndarray, seen: np.ndarray, high: np.ndarray) -> None:
+        if self._schema is None:
+            raise TrimtabError("observe needs to know the units: call open_trace first")
+        row = self._rows
+        self._steps[row] = step
+        self._norms[row] = norms
+        np.logical_not(seen, out=self._hidden[row])
+        self._high[row] = high
+        self._rows = row + 1
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        pa, rows, num_units = _pyarrow(), self._rows, self._norms.shape[1]
+        norms = pa.array(self._norms[:rows].ravel(), mask=self._hidden[:rows].ravel())
+        high = pa.array(self._high[:rows].ravel())
+        columns = [
+            pa.array(self._steps[:rows]),
+            pa.FixedSizeListArray.from_arrays(norms, num_units),
+            pa.FixedSizeListArray.from_arrays(high, num_units),
+        ]
+        self._send(pa.record_batch(columns, schema=self._schema).serialize())
+        self._rows = 0
+
+    def _send(self, buffer: Any) -> None:
+        assert self._file is not None
+        self.position = _append(self._file, buffer, self.position)
+
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON: numpy and torch scalars unpacked, non-finite floats as None, the rest as text."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return str(value)
+
+
+def _append(file: Any, data: Any, position: int) -> int:
+    """Write every byte or, when the disk is full, none; returns the new end of the file."""
+    view = memoryview(data)
+    try:
+        while len(view):
+            view = view[file.write(view) :]  # an unbuffered file may take fewer bytes than it is given
+    except OSError:
+        os.ftruncate(file.fileno(), position)
+        raise
+    return position + len(data)
+
+
+def _close(metrics: _MetricsWriter, trace: _TraceWriter, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child must not write its parent's rows a second time
+    trace.close()
+    metrics.close()
+
+
+def _claim(folder: Path, *, force: bool) -> None:
+    """Make the folder ours: create it, and refuse or remove a run that is in it."""
+    if folder.exists() and not folder.is_dir():
+        raise TrimtabError(f"a run folder must be a directory, got the file {folder}: choose another path")
+    if any((folder / name).exists() for name in (RUN, METRICS, TRACE)):
+        if not force:
+            raise TrimtabError(
+                f"{folder} already holds a run: continue it (--resume), replace it (--force, in Python "
+                "force=True), or choose another folder"
+            )
+        for name in (RUN, METRICS, TRACE, REPORT):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write_run(path: Path, config: Mapping[str, Any]) -> None:
+    """Write run.json whole or not at all."""
+    run = {
+        "format": FORMAT,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(sys.argv),
+        "git": _git_hash(),
+        "versions": {name: _version(name) for name in ("trimtab", "torch", "numpy", "pyarrow")}
+        | {"python": platform.python_version()},
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "config": config,
+    }
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(plain(run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return trimtab.__version__ if package == "trimtab" else None  # a source tree has no metadata
+
+
+def _git_hash() -> str | None:
+    """The commit of the working directory, if there is one."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _same_units(path: Path, header: dict[str, Any]) -> Any:
+    """The schema of a trace that is continued, once its units are known to be the same."""
+    pa = _pyarrow()
+    with pa.OSFile(str(path)) as source:
+        schema = pa.ipc.read_schema(source)
+    written = json.loads(schema.metadata[METADATA_KEY])
+    old, new = written["units"], header["units"]
+    if old != new:
+        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        was = repr(old[at]) if at < len(old) else "nothing"
+        now = repr(new[at]) if at < len(new) else "nothing"
+        raise TrimtabError(
+            f"{path} was recorded with other units: unit {at} is {was} in the file and {now} now; "
+            "resume with the same model and conversion, or start a new folder"
+        )
+    changed = [key for key in ("policy", "max_high", "warmup_steps") if written[key] != plain(header[key])]
+    if changed:
+        logger.warning("%s keeps the %s of its first start; a replay of it will use those", path, " and ".join(changed))
+    return schema
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+    except ImportError:
+        raise missing_extra("pyarrow", "record", "Recording a trace") from None
+    return pa

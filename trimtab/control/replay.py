@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay: what a policy would have decided on norms that were recorded.
+
+    decisions = trimtab.replay(norms, trimtab.Policy(alpha=2.0))       # norms: (steps, units)
+    decisions.high[t]         who is chosen from step t (and runs high in t + 1)
+    decisions.summary()       false alarms, promotion, budget pressure, ...
+
+It is the live controller's own code (`advance`) run over a matrix, so on a run's own trace and policy it gives
+the run's own decisions, bit for bit. With another policy it is open-loop: in the recorded run a unit that went
+high changed the norms that followed, and a replay cannot know what they would have been otherwise.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.control.advance import State, Verdict, advance
+from trimtab.control.policy import Limits, Policy
+from trimtab.control.tally import Tally
+from trimtab.control.values import Bools, Floats
+from trimtab.errors import TrimtabError
+
+ROWS = 1024  # steps judged at once: large enough to amortise numpy calls, small enough for the cache
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What a replay decided; the matrices are empty when only the summary was kept."""
+
+    ratio: Floats = field(repr=False)  # (T, U)
+    jump: Floats = field(repr=False)  # (T, U)
+    risk: Floats = field(repr=False)  # (T, U)
+    high: Bools = field(repr=False)  # (T, U) chosen from step t, executed in t + 1
+    denied: Bools = field(repr=False)  # (T, U) triggered, but over the budget
+    rerun: Bools = field(repr=False)  # (T,) the pass was dropped and its batch run again
+    alarmed: Bools = field(repr=False)  # (T,) any unit triggered
+    limits: Limits
+    tally: Tally = field(repr=False)
+
+    def summary(self, quiet: Bools | None = None) -> dict[str, float]:
+        """The metrics of `trimtab.control.tally`; `quiet` (T,) marks the steps without a known fault."""
+        return self.tally.summary(quiet, self.alarmed)
+
+
+def replay(
+    norms: NDArray[np.floating],
+    policy: Policy,
+    *,
+    seen: Bools | None = None,
+    recoverable: Bools | None = None,
+    total_steps: int | None = None,
+    keep: Literal["all", "summary"] = "all",
+) -> Decisions:
+    """Run a policy over recorded norms.
+
+    Args:
+        norms: (steps, units); NaN or Inf is a poisoned norm. Rounded to float32 first, as a live one is.
+        seen: (steps, units) mask of observed norms, all by default.
+        recoverable: (units,) mask of units that may be chosen, all by default.
+        total_steps: length of the run, which fixes the warm-up; the number of rows by default.
+        keep: `"summary"` keeps no matrix, for traces larger than memory (pass a memory-mapped array).
+    """
+    norms, seen, recoverable = _checked(norms, seen, recoverable)
+    if keep not in ("all", "summary"):
+        raise TrimtabError(f'keep must be "all" or "summary", got {keep!r}')
+    limits = policy.resolve(int(recoverable.sum()), len(norms) if total_steps is None else total_steps)
+    state = State.fresh(recoverable, policy, limits)
+    tally = Tally(recoverable, state.ledger.high, policy, limits)
+    kept: list[Verdict] = []
+    alarms, reruns = [np.zeros(0, bool)], [np.zeros(0, bool)]
+    for start in range(0, len(norms), ROWS):
+        rows = slice(start, start + ROWS)
+        block = _as_float32(norms[rows])
+        mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
+        verdict, state = advance(state, block, mask, recoverable, policy, limits)
+        alarms.append(tally.add(verdict))
+        reruns.append(verdict.rerun)
+        if keep == "all":
+            kept.append(verdict)
+
+    def column(pick: int, part: Literal["risk", "choice"], dtype: type) -> np.ndarray:
+        empty = np.zeros((0, norms.shape[1]), dtype)
+        return np.concatenate([empty] + [getattr(v, part)[pick] for v in kept])
+
+    return Decisions(
+        ratio=column(0, "risk", np.float64),
+        jump=column(1, "risk", np.float64),
+        risk=column(2, "risk", np.float64),
+        high=column(0, "choice", np.bool_),
+        denied=column(1, "choice", np.bool_),
+        rerun=np.concatenate(reruns),
+        alarmed=np.concatenate(alarms),
+        limits=limits,
+        tally=tally,
+    )
+
+
+def _as_float32(norms: NDArray[np.floating]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # a norm beyond float32 is infinite, as it would have been live
+        return np.asarray(norms, dtype=np.float32)
+
+
+def _checked(
+    norms: NDArray[np.floating], seen: Bools | None, recoverable: Bools | None
+) -> tuple[NDArray[np.floating], Bools | None, Bools]:
+    norms = norms if isinstance(norms, np.ndarray) else np.asarray(norms)
+    if norms.ndim != 2 or norms.dtype.kind not in "fiu":
+        raise TrimtabError(f"norms must be numbers of shape (steps, units), got {norms.dtype} of shape {norms.shape}")
+    if norms.size and (np.min(norms, initial=0, where=~np.isnan(norms)) < 0):
+        raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
+    if seen is not None and np.shape(seen) != norms.shape:
+        raise TrimtabError(f"seen must have the shape of norms, {norms.shape}, got {np.shape(seen)}")
+    mask = np.ones(norms.shape[1], bool) if recoverable is None else np.asarray(recoverable, bool)
+    if mask.shape != (norms.shape[1],):
+        raise TrimtabError(f"recoverable must have one entry per unit, {norms.shape[1]}, got shape {mask.shape}")
+    return norms, seen, mask

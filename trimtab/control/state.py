@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State: what a checkpoint holds of the controller, and what may be loaded into it.
+
+Plain Python values and tensors only, so `torch.load(..., weights_only=True)` takes it. Every array has the
+units along its last axis (the first for the tally) and travels with their names: a model whose modules come
+in another order still finds its own histories, and a checkpoint of another model or policy is refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.control.policy import Policy
+from trimtab.control.units import Unit
+from trimtab.errors import TrimtabError
+
+STATE_VERSION = 1
+
+
+def check_state(state_dict: Mapping[str, Any], names: Sequence[str], policy: Policy) -> None:
+    """Refuse the state of another version, model or policy, and say what differs."""
+    version = state_dict.get("version")
+    if version != STATE_VERSION:
+        raise TrimtabError(
+            f"controller state must be of version {STATE_VERSION}, got {version!r}: it is from another trimtab"
+        )
+    saved = set(state_dict["units"])
+    missing, extra = sorted(set(names) - saved), sorted(saved - set(names))
+    if missing or extra:
+        raise TrimtabError(
+            f"the checkpoint is of another model: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} "
+            "besides; build the same model with the same units"
+        )
+    ours, theirs = policy.to_dict(), Policy.from_dict(state_dict["policy"]).to_dict()
+    changed = [f"{key} {theirs[key]!r} -> {ours[key]!r}" for key in ours if ours[key] != theirs[key]]
+    if changed:
+        raise TrimtabError(
+            f"the checkpoint was made under another policy ({'; '.join(changed)}): "
+            "use Policy.from_dict(state['policy']), or start with a fresh controller"
+        )
+
+
+def to_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays as tensors (copies), everything else as it is."""
+    return {k: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+
+def column(value: Any, order: list[int], axis: int = -1) -> np.ndarray:
+    """One array with its units put into this controller's order."""
+    return np.ascontiguousarray(np.take(torch.as_tensor(value).numpy(), order, axis=axis))
+
+
+def columns(values: Mapping[str, Any], order: list[int]) -> dict[str, Any]:
+    """Several such arrays, by name."""
+    return {name: column(value, order) for name, value in values.items()}
+
+
+def path_states(units: Sequence[Unit]) -> dict[str, Any]:
+    """State of the paths themselves (amax histories, rounding counters), by unit name and place in the unit."""
+    return {
+        unit.name: [state() if (state := getattr(m, "path_state", None)) else None for m in unit.modules]
+        for unit in units
+        if unit.switch is not None
+    }
+
+
+def load_path_states(units: Sequence[Unit], states: Mapping[str, Any]) -> None:
+    """Give each module its own path state back."""
+    for unit in units:
+        for module, state in zip(unit.modules, states.get(unit.name, []), strict=False):
+            if state is not None:
+                module.load_path_state(state)  # type: ignore[operator]

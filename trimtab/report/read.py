@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a run folder back: what was configured, what was logged, what was measured.
+
+The folder may come from a run that is still going, was killed, or ran out of disk, so its last bytes may be
+half a line or half a batch. That tail is dropped and counted (`Trace.dropped_bytes`): everything before it
+is whole. Anything else that is wrong is not a torn tail but another file, and raises in one line.
+
+    read_run(folder)      Run: run.json, metrics, trace
+    read_trace(path)      Trace: the whole matrix in memory
+    iter_trace(path)      the same in blocks of rows, so that memory stays bounded
+    scan_trace(path)      how many rows, and whether anything ever ran high
+
+A `Trace` holds `norms` with NaN where a unit had no gradient; `seen` tells that apart from a norm that
+really was NaN. `high` is the set executed in that step. A step may occur twice: a pass that was run again.
+No torch here, and pyarrow only when a trace is read.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.control.record import FORMAT, METADATA_KEY, METRICS, RUN, TRACE
+from trimtab.errors import TrimtabError, missing_extra
+
+_CONTINUATION = b"\xff\xff\xff\xff"
+"""What every message of an Arrow IPC stream starts with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Norms and executed sets of T passes over U units, with what the controller was told."""
+
+    steps: NDArray[np.int64]  # (T,)
+    norms: NDArray[np.float32]  # (T, U) NaN where the unit had no gradient
+    seen: NDArray[np.bool_]  # (T, U)
+    high: NDArray[np.bool_]  # (T, U) executed high in this step
+    units: tuple[str, ...] = ()
+    recoverable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))  # (U,)
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    max_high: int = 0
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    dropped_bytes: int = 0
+    """Length of the torn tail, 0 for a trace that ends where a batch ends."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run folder in memory."""
+
+    folder: Path
+    info: Mapping[str, Any]
+    """run.json as it stands; empty where the folder has none."""
+    metrics: tuple[dict[str, Any], ...]
+    """The lines of metrics.jsonl in order; a step may have several, each with its own keys."""
+    trace: Trace | None
+    dropped_bytes: int = 0
+    """Length of a torn last line of metrics.jsonl."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the caller configured."""
+        config = self.info.get("config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def name(self) -> str:
+        """What to call the run: its configured name, else its folder's."""
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    def column(self, key: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Steps and values of one metric, NaN where a line says null; lines without the key are left out."""
+        rows = [(line["step"], line[key]) for line in self.metrics if key in line]
+        steps = np.array([step for step, _ in rows], np.int64)
+        values = [value if isinstance(value, int | float) else np.nan for _, value in rows]
+        return steps, np.array(values, np.float64)
+
+
+class Scan(NamedTuple):
+    """What one cheap pass over a trace tells."""
+
+    header: Trace
+    """A trace of no rows: units, policy and limits."""
+    rows: int
+    first_step: int
+    last_step: int
+    acted: bool
+    """Whether any unit ever ran high."""
+
+
+def read_run(folder: str | Path, *, with_trace: bool = True) -> Run:
+    """Read a run folder; with `with_trace=False` the trace stays on disk, for `iter_trace`."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in (RUN, METRICS, TRACE)):
+        raise TrimtabError(f"{folder} is not a run folder: it has none of {RUN}, {METRICS} and {TRACE}")
+    metrics, dropped = _read_metrics(folder / METRICS)
+    trace = read_trace(folder / TRACE) if with_trace and (folder / TRACE).is_file() else None
+    return Run(folder, _read_info(folder / RUN), metrics, trace, dropped)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a whole trace."""
+    blocks = list(_batches(Path(path)))
+    rows = [block for block in blocks if len(block)]
+    if not rows:
+        return blocks[-1]
+    return replace(
+        blocks[-1],
+        steps=np.concatenate([block.steps for block in rows]),
+        norms=np.concatenate([block.norms for block in rows]),
+        seen=np.concatenate([block.seen for block in rows]),
+        high=np.concatenate([block.high for block in rows]),
+    )
+
+
+def iter_trace(path: str | Path, rows: int = 4096) -> Iterator[Trace]:
+    """Read a trace in blocks of `rows` rows (the last may be shorter); an empty trace gives no block."""
+    held: list[Trace] = []
+    count = 0
+    for batch in _batches(Path(path)):
+        while count + len(batch) >= rows:
+            cut = rows - count
+            yield _join([*held, _slice(batch, 0, cut)])
+            held, count, batch = [], 0, _slice(batch, cut, len(batch))
+        if len(batch):
+            held.append(batch)
+            count += len(batch)
+    if held:
+        yield _join(held)
+
+
+def scan_trace(path: str | Path) -> Scan:
+    """Count the rows of a trace and see whether anything ever ran high."""
+    rows, first, last, acted = 0, 0, 0, False
+    header = None
+    for header in _batches(Path(path)):
+        if len(header):
+            first = int(header.steps[0]) if rows == 0 else first
+            last = int(header.steps[-1])
+            rows += len(header)
+            acted = acted or bool(header.high.any())
+    assert header is not None  # the last block of _batches is the tail's, and always there
+    return Scan(header, rows, first, last, acted)
+
+
+def _join(blocks: list[Trace]) -> Trace:
+    if len(blocks) == 1:
+        return blocks[0]
+    columns = {name: np.concatenate([getattr(b, name) for b in blocks]) for name in ("steps", "norms", "seen", "high")}
+    return replace(blocks[0], **columns)
+
+
+def _slice(trace: Trace, start: int, stop: int) -> Trace:
+    columns = {name: getattr(trace, name)[start:stop] for name in ("steps", "norms", "seen", "high")}
+    return replace(trace, **columns)
+
+
+def _batches(path: Path) -> Iterator[Trace]:
+    """The batches of a trace file, then an empty one that carries the length of the torn tail."""
+    pa = _pyarrow()
+    if not path.is_file():
+        raise TrimtabError(f"there is no trace at {path}: record one with Controller(..., recorder=...)")
+    size = path.stat().st_size
+    with pa.OSFile(str(path)) as source:
+        head = source.read(4)
+        source.seek(0)
+        if head != _CONTINUATION[: len(head)]:
+            raise TrimtabError(f"{path} is not a trimtab trace: it is not an Arrow IPC stream")
+        schema = _next_schema(pa, source, path)
+        if schema is None:  # torn inside the first message: nothing is known yet
+            yield replace(_empty(0), dropped_bytes=size)
+            return
+        header = _header(pa, schema, path)
+        good = source.tell()
+        while (batch := _next_batch(pa, source, schema)) is not None:
+            good = source.tell()
+            yield _columns(batch, header)
+        yield replace(header, dropped_bytes=size - good)
+
+
+def _next_schema(pa: Any, source: Any, path: Path) -> Any:
+    """Read the schema message; None if the file ends inside it."""
+    try:
+        message = pa.ipc.read_message(source)
+    except (EOFError, OSError, pa.ArrowInvalid):
+        return None
+    try:
+        return pa.ipc.read_schema(message)
+    except (OSError, pa.ArrowException):
+        raise TrimtabError(f"{path} is not a trimtab trace: its first message is not an Arrow schema") from None
+
+
+def _next_batch(pa: Any, source: Any, schema: Any) -> Any:
+    """Read the next batch; None at the end of the file or where it is torn."""
+    try:
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+        batch.validate()
+    except (EOFError, OSError, pa.ArrowException):
+        return None
+    return batch
+
+
+def _empty(num_units: int) -> Trace:
+    shape = (0, num_units)
+    return Trace(np.zeros(0, np.int64), np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool))
+
+
+def _header(pa: Any, schema: Any, path: Path) -> Trace:
+    """What the schema says of the trace, checked, as a trace of no rows."""
+    try:
+        told = json.loads((schema.metadata or {})[METADATA_KEY])
+        units = tuple(str(name) for name in told["units"])
+        if told["format"] > FORMAT:
+            raise TrimtabError(f"{path} has format {told['format']}, this trimtab reads up to {FORMAT}: upgrade trimtab")
+        header = replace(
+            _empty(len(units)),
+            units=units,
+            recoverable=np.array(told["recoverable"], bool),
+            policy=dict(told["policy"]),
+            max_high=int(told["max_high"]),
+            warmup_steps=int(told["warmup_steps"]),
+            total_steps=None if told["total_steps"] is None else int(told["total_steps"]),
+        )
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise TrimtabError(f"{path} is not a trimtab trace: its schema does not carry our metadata") from None
+    wanted = {"step": pa.int64(), "norms": pa.list_(pa.float32(), len(units)), "high": pa.list_(pa.bool_(), len(units))}
+    for name, kind in wanted.items():
+        found = schema.field(name).type if name in schema.names else "absent"
+        if found != kind:
+            raise TrimtabError(f"{path} is not a trimtab trace: column {name!r} must be {kind}, found {found}")
+    if len(header.recoverable) != len(units):
+        raise TrimtabError(f"{path} is not a trimtab trace: {len(units)} units, {len(header.recoverable)} recoverable")
+    return header
+
+
+def _columns(batch: Any, header: Trace) -> Trace:
+    """One Arrow batch as numpy."""
+    shape = (batch.num_rows, len(header.units))
+    norms = batch.column("norms").flatten()
+    seen = norms.is_valid().to_numpy(zero_copy_only=False).reshape(shape)
+    values = norms.to_numpy(zero_copy_only=False).reshape(shape)  # a null becomes NaN
+    high = batch.column("high").flatten().to_numpy(zero_copy_only=False).reshape(shape)
+    return replace(header, steps=batch.column("step").to_numpy(), norms=values, seen=seen, high=high)
+
+
+def _read_info(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        info = None
+    if not isinstance(info, dict):
+        raise TrimtabError(f"{path} must be one JSON object, and it is not: restore it, or remove it to read the rest")
+    return info
+
+
+def _read_metrics(path: Path) -> tuple[tuple[dict[str, Any], ...], int]:
+    """The lines of metrics.jsonl, and the length of a torn last one."""
+    if not path.is_file():
+        return (), 0
+    lines = []
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = json.loads(raw)
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                if not raw.endswith(b"\n"):
+                    return tuple(lines), len(raw)
+                line = None
+            if not (isinstance(line, dict) and isinstance(line.get("step"), int)):
+                raise TrimtabError(f"{path}, line {number}: must be a JSON object with a step, got {raw[:60]!r}")
+            lines.append(line)
+    return tuple(lines), 0
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+    except ImportError:
+        raise missing_extra("pyarrow", "report", "Reading a trace") from None
+    return pa
