@@ -34,7 +34,15 @@ from trimtab.control.events import Narrator
 from trimtab.control.judge import History
 from trimtab.control.observe import Observer
 from trimtab.control.policy import Policy
-from trimtab.control.state import STATE_VERSION, check_state, column, columns, path_states, to_tensors
+from trimtab.control.state import (
+    STATE_VERSION,
+    check_state,
+    column,
+    columns,
+    load_path_states,
+    path_states,
+    to_tensors,
+)
 from trimtab.control.tally import Tally
 from trimtab.control.units import Grouping, Unit, gather_units, trainable
 from trimtab.control.values import Event, Plan
