@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.lab.faults import KINDS, Faults, FaultWindow, flipped, parse_faults, zeroed
+from trimtab.lab.model import Decoder, ModelConfig
+from trimtab.linear.convert import convert_
 
 LIMIT = 448.0
 
@@ -47,9 +49,9 @@ def _saturated(operand: str, x: Tensor, fault: Any) -> Tensor:
 class StandIn(nn.Linear):
     """A switchable linear that follows the protocol of the real one."""
 
-    def __init__(self, switch: Switch, num_in: int, num_out: int) -> None:
+    def __init__(self, switch: Switch, num_in: int, num_out: int, fqn: str) -> None:
         super().__init__(num_in, num_out, bias=False)
-        self.switch = switch
+        self.switch, self.fqn = switch, fqn
         self.fault: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class StandIn(nn.Linear):
 
 
 def _model(units: tuple[str, ...] = ("0", "1")) -> nn.Sequential:
-    return nn.Sequential(StandIn(Switch(units[0]), 8, 64), StandIn(Switch(units[1]), 64, 48))
+    return nn.Sequential(StandIn(Switch(units[0]), 8, 64, "0"), StandIn(Switch(units[1]), 64, 48, "1"))
 
 
 def _run(model: nn.Module, *, scale: float = 1.0) -> dict[str, Tensor]:
@@ -181,9 +183,14 @@ def test_a_stuck_scale_keeps_the_first_amax_of_its_window() -> None:
     assert seen == [8.0, 3.0, 3.0, 3.0, 5.0]
     faults.at(12)
     assert model[1].fault.amax("input", torch.tensor(20.0)).item() == 10.0
-    rows = model[1].fault.amax("input", torch.ones(4, 1))  # other groups than at capture
-    assert rows.tolist() == [[10.0]] * 4
+    assert model[1].fault.amax("input", torch.ones(4, 1)).tolist() == [[10.0]] * 4
     assert model[1].fault.amax("weight", torch.tensor(20.0)).item() == 20.0
+
+
+def test_a_stuck_scale_of_several_groups_is_their_largest() -> None:
+    fault = _armed("stuck_scale", size=2)
+    assert fault.amax("input", torch.tensor([[1.0], [6.0]])).tolist() == [[3.0], [3.0]]
+    assert fault.amax("input", torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]], "other groups than at capture"
 
 
 def test_zero_blocks_zeroes_a_fixed_share_of_whole_feature_blocks() -> None:
@@ -270,12 +277,25 @@ class _Recomputed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=False)
 
 
+def test_a_backward_keeps_the_fault_of_its_forward() -> None:
+    model = _model()
+    faults = Faults(model, "1:grad_scale:start=1,size=64")
+    faults.at(1)
+    expected = _run(model)
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(5))
+    model.zero_grad()
+    y = model(x)
+    faults.at(2)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert torch.equal(model[0].weight.grad, expected["0.weight"])
+
+
 # Units and names
 
 
 def test_a_grouped_unit_is_hit_as_a_whole_and_a_module_path_alone() -> None:
     shared = Switch("blocks.0")
-    model = nn.Sequential(StandIn(shared, 8, 64), StandIn(shared, 64, 48))
+    model = nn.Sequential(StandIn(shared, 8, 64, "0"), StandIn(shared, 64, 48, "1"))
     whole = Faults(model, "blocks.*:nan:start=1")
     whole.at(1)
     assert [m.fault is not None for m in model] == [True, True]
@@ -298,6 +318,68 @@ def test_a_pattern_without_a_unit_is_refused_with_the_nearest_names() -> None:
 def test_a_model_without_switchable_modules_is_refused() -> None:
     with pytest.raises(TrimtabError, match="convert_ first"):
         Faults(nn.Linear(2, 2), "*:nan:start=1")
+
+
+# With the real switchable linears
+
+
+def _decoder(recipe: str, unit: str = "linear", *, checkpointing: bool = False) -> Decoder:
+    config = ModelConfig(vocab_size=32, width=16, layers=2, heads=2, ffn=32, max_seq=12)
+    model = Decoder(config, seed=0, checkpointing=checkpointing)
+    convert_(model, recipe, unit=unit)
+    return model
+
+
+def _step(model: Decoder) -> dict[str, Tensor]:
+    tokens = torch.randint(32, (2, 13), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    output = model(tokens[:, :-1], tokens[:, 1:])
+    assert output.loss is not None
+    output.loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"logits": output.logits.detach()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_converted_linears_fail_in_the_window_and_on_the_low_path_alone(kind: str) -> None:
+    unit, size = "blocks.1.mlp.up", ",size=4" if kind == "stuck_scale" else ""
+    model = _decoder("fp8")
+    faults = Faults(model, f"{unit}:{kind}:start=2{size}")
+    clean = _step(model)
+    faults.at(2)
+    assert [name for name, m in model.named_modules() if getattr(m, "fault", None) is not None] == [unit]
+    hit = _step(model)
+    same = _same(clean, hit)
+    assert not same[f"{unit}.weight"] or not same["logits"]
+    assert same["logits"] == (kind in ("grad_scale", "bit_flip", "nan"))
+    model.blocks[1].mlp.up.switch.forced = True
+    immune = _step(model)
+    faults.disarm()
+    assert all(_same(immune, _step(model)).values())
+    model.blocks[1].mlp.up.switch.forced = None
+    faults.at(3)
+    assert all(_same(clean, _step(model)).values())
+
+
+@pytest.mark.parametrize("recipe", ["saved4", "fp8", "fp8_delayed", "fp8_block", "fp4", "int8", "nvfp4", "mxfp4"])
+def test_stale_scales_reach_every_recipe(recipe: str) -> None:
+    models = [_decoder(recipe) for _ in range(2)]
+    Faults(models[1], "blocks.1.mlp.up:stale_scale:start=1").at(1)
+    clean, hit = (_step(model) for model in models)
+    assert not torch.equal(clean["blocks.1.mlp.up.weight"], hit["blocks.1.mlp.up.weight"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_converted_linears_recompute_under_the_same_fault(kind: str) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = _decoder("fp8", "block", checkpointing=checkpointing)
+        faults = Faults(model, f"blocks.0.mlp.down:{kind}:start=1")
+        assert faults.active(1) == {"blocks.0"}
+        faults.at(1)
+        found.append(_step(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, equal_nan=True)
 
 
 # State

@@ -2,6 +2,7 @@
 """The lab's decoder: its sizes, its structure, and that it learns."""
 
 import dataclasses
+import math
 import sysconfig
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def test_a_token_changes_no_logits_before_it(config: ModelConfig) -> None:
 
 def test_rope_products_depend_on_the_distance_alone() -> None:
     cos, sin = rope_tables(20, 8, 10_000.0)
+    assert cos[3].tolist() == pytest.approx([math.cos(3 * 10_000 ** (-2 * i / 8)) for i in range(4)])
+    assert sin[7].tolist() == pytest.approx([math.sin(7 * 10_000 ** (-2 * i / 8)) for i in range(4)])
     query, key = torch.randn(8), torch.randn(8)
     turned_query, turned_key = rope(query.expand(20, 8), cos, sin), rope(key.expand(20, 8), cos, sin)
     products = turned_query @ turned_key.T  # (20, 20)

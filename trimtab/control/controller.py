@@ -34,6 +34,7 @@ from trimtab.control.events import Narrator
 from trimtab.control.judge import History
 from trimtab.control.observe import Observer
 from trimtab.control.policy import Policy
+from trimtab.control.selections import Selection
 from trimtab.control.state import (
     STATE_VERSION,
     check_state,
@@ -88,6 +89,7 @@ class Controller:
         on_event: Callable[[Event], None] | None = None,
         units: Grouping | Sequence[Unit] | None = None,
         watch: Sequence[str] = (),
+        selection: Selection | None = None,
     ) -> None:
         """Find the model's units and start with an empty history.
 
@@ -100,17 +102,19 @@ class Controller:
             units: for a model that was not converted, how to group it (`"linear"`, `"block"`, `"expert"`, name
                 patterns), or ready-made units; a converted model brings its own.
             watch: name patterns of further modules to watch and record; they are never switched.
+            selection: fills the seats in another way than Algorithm 2 (`trimtab.control.selections`), to compare.
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
         self.total_steps = total_steps
-        self._on_event, self._recorder = on_event, recorder
+        self._on_event, self._recorder, self._selection = on_event, recorder, selection
         self._paused = False
         self._bad_steps = 0
         self.units: tuple[Unit, ...] = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
         switchable = np.array([unit.recoverable for unit in self.units], bool)
-        # A plain model has no switch at all: observe mode then judges as if every unit could be switched.
-        self._recoverable = switchable if switchable.any() else np.ones(len(self.units), bool)
+        # A plain model has no switch at all: observe mode then decides as if every unit could be switched.
+        on_paper = np.array([not unit.bystander for unit in self.units], bool)
+        self._recoverable = switchable if switchable.any() else on_paper
         self._observer = Observer(self.units, trainable([model]))
         self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
         self._reset()
@@ -156,6 +160,8 @@ class Controller:
             verdict, self._state = advance(
                 before, reading.norm[None], reading.seen[None], self._recoverable, self._policy_now(), self.limits
             )
+            if self._selection is not None:
+                verdict = self._reselect(verdict, self._selection)
             nonfinite = not (np.isfinite(reading.total) and np.isfinite(reading.norm[reading.seen]).all())
             events = self._narrator.tell(before.ledger, verdict, self._state.ledger, nonfinite)
         with record_function("trimtab::act"):
@@ -196,6 +202,12 @@ class Controller:
     def median_ratios(self) -> dict[str, float]:
         """Median ratio of each unit so far: what alpha means for it."""
         return dict(zip(self.names, self._tally.median_ratios().tolist(), strict=True))
+
+    def _reselect(self, verdict: Verdict, selection: Selection) -> Verdict:
+        """Let another selection fill the seats; the ledger then speaks of its choice."""
+        high = selection(int(verdict.steps[0]), verdict)
+        self._state = self._state._replace(ledger=self._state.ledger._replace(high=high))
+        return verdict._replace(choice=verdict.choice._replace(high=high[None]))
 
     def _policy_now(self) -> Policy:
         """The policy in force: observe mode never asks for a batch to be run again."""

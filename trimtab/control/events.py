@@ -14,7 +14,7 @@ import numpy as np
 
 from trimtab.control.advance import Verdict
 from trimtab.control.decide import Ledger
-from trimtab.control.policy import Limits, Policy, quiet_level
+from trimtab.control.policy import Limits, Policy, quiet_level, without_outliers
 from trimtab.control.values import Event
 
 LOOK_BACK = 200  # steps over which the pressure on the budget is judged
@@ -57,6 +57,8 @@ class Narrator:
         ratio, jump, risk = (float(column[0, b]) for column in verdict.risk)
         if np.isinf(risk):
             cause, text = "nonfinite", "is not finite"
+        elif not risk > 1:
+            cause, text = "selection", "is chosen"  # not by Algorithm 2: see `selections`
         elif policy.beta is not None and jump / policy.beta > ratio / float(verdict.alpha[0]):
             cause, text = "jump", f"{jump:.2g}x its last {policy.window} steps"
         else:
@@ -97,13 +99,13 @@ class Narrator:
         self._told_full = True
         finite = self._ratios[np.isfinite(self._ratios)]
         share = 0.001 if self._policy.beta is None else 0.0005
-        alpha = quiet_level(self._ratios, share)
-        beta = "" if self._policy.beta is None else f", beta={quiet_level(self._jumps, share):.3g}"
+        alpha = quiet_level(without_outliers(self._ratios), share)
+        beta = "" if self._policy.beta is None else f", beta={quiet_level(without_outliers(self._jumps), share):.3g}"
         median = float(np.median(finite))
         text = (
             f"the budget was full on {int(self._full.sum())} of the last {LOOK_BACK} steps. The median ratio here is "
             f"{median:.2f}, so alpha={self._policy.alpha:g} asks for {self._policy.alpha / median:.2f} times a unit's "
-            f"usual norm; Policy(alpha={alpha:.3g}{beta}) would have fired about once in 1,000 of these steps"
+            f"usual norm; Policy(alpha={alpha:.3g}{beta}) would have stayed quiet on these steps, spikes apart"
         )
         return [Event(step, "budget_full", message=text)]
 

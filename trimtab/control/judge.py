@@ -18,6 +18,7 @@ from the paper (`Policy.history`) change only what enters A and Q:
     exclude_triggered   a triggering norm is left out, at most `max_freeze` times in a row
     ema                 A is a bias-corrected exponential mean
     window              A is the mean of the last `span` norms
+    (and `memory`)      c is capped, so that the mean follows norms that rise or fall
 
 Everything here is a pure function of float64 arrays over U units and T steps: a live controller judges
 T = 1, a replay judges thousands of steps with the same code, bit for bit. Only the recurrence of A runs row
@@ -164,7 +165,8 @@ def _fold(
         return mean, np.concatenate([recent[1:], norm[None]])
     if policy.history == "winsorized":
         norm = np.where(now > 0, np.minimum(norm, policy.kappa * now), norm)
-    return mean + (norm - mean) / count, recent
+    weight = count if policy.memory is None else np.minimum(count, policy.memory)
+    return mean + (norm - mean) / weight, recent
 
 
 def _exclude_row(

@@ -41,10 +41,11 @@ class Observer:
         self._present: NDArray[np.bool_] = np.zeros(0, bool)
         self._key: list[tuple[weakref.ref[Tensor], int]] = []
         self._clipped = False
+        self._dropped = False
 
     def read(self) -> Reading:
         """The norms of every unit and the total, one device-to-host copy."""
-        if not self._is_current():
+        if self._dropped or not self._is_current():
             self._measure()
         squares = np.zeros(len(self.parameters))
         with np.errstate(over="ignore"):
@@ -59,10 +60,12 @@ class Observer:
 
         The arithmetic is that of `torch.nn.utils.clip_grad_norm_`.
         """
-        if not self._is_current() or self._clipped:
+        if not self._is_current():
             self._measure()
-        assert self._norms is not None
-        total = torch.linalg.vector_norm(self._norms) if len(self._norms) else torch.zeros(())
+        # A second clip is of the clipped gradients; what `read` gives stays the norms before the first.
+        norms = _norms(self._dense()) if self._clipped else self._norms
+        assert norms is not None
+        total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros(())
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for (device, _), grads in _by_kind(self._gradients()).items():
             torch._foreach_mul_(grads, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
@@ -74,18 +77,20 @@ class Observer:
         """Throw the gradients away, so that a following `optimizer.step()` does nothing."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._dropped = True  # never read again; a clip that follows still returns their norm
         self._remember()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
 
+    def _dense(self) -> list[Tensor]:
+        return [g.coalesce().values() if g.is_sparse else g for g in self._gradients()]
+
     def _measure(self) -> None:
-        grads = [p.grad for p in self.parameters]
-        self._present = np.array([g is not None for g in grads], bool)
-        dense = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
-        self._norms = _norms(dense)
+        self._present = np.array([p.grad is not None for p in self.parameters], bool)
+        self._norms = _norms(self._dense())
         self._host = self._norms.cpu().numpy()
-        self._clipped = False
+        self._clipped = self._dropped = False
         self._remember()
 
     def _remember(self) -> None:
@@ -115,8 +120,10 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0)
     found: dict[int, Tensor] = {}
-    for kind in _by_kind(tensors).values():
-        norms = torch._foreach_norm(kind, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    for (_, dtype), kind in _by_kind(tensors).items():
+        wide = dtype if dtype == torch.float64 else torch.float32  # torch refuses to narrow inside a norm
+        norms = torch._foreach_norm(kind, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
         for tensor, norm in zip(kind, norms, strict=True):
             found[id(tensor)] = norm
-    return torch.stack([found[id(tensor)].to(tensors[0].device, non_blocking=True) for tensor in tensors])
+    place = tensors[0].device
+    return torch.stack([found[id(tensor)].to(place, torch.float32, non_blocking=True) for tensor in tensors])

@@ -20,6 +20,7 @@ No torch here: a policy is judged on a laptop from a recorded trace.
 import dataclasses
 import difflib
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,6 +71,9 @@ class Policy:
     `ema` or `window`."""
     kappa: float = 2.5
     """`winsorized`: a norm enters the history as at most kappa times the mean."""
+    memory: int | None = None
+    """`cumulative`, `winsorized`, `exclude_triggered`: a new norm weighs at least 1 / memory, so that the mean
+    follows norms that rise or fall; None never forgets, as in the paper."""
     max_freeze: int = 50
     """`exclude_triggered`: most norms in a row that are kept out of a unit's history."""
     decay: float = 0.98
@@ -84,7 +88,7 @@ class Policy:
     """A unit that triggers again soon after its release gets this many times its last lock."""
     lock_max: int = 64
     """Longest lock that growth may reach."""
-    repeat_within: int = 20
+    repeat_within: int = 4
     """How many steps after its release a trigger counts as a repeat."""
     persistent_after: int = 5
     """Repeats after which a unit is reported as a persistent offender."""
@@ -92,9 +96,9 @@ class Policy:
     """Run the same batch again when a risk exceeds this (10.0 is a good value), before the bad update."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.rebase_at, int | float):
-            object.__setattr__(self, "rebase_at", (self.rebase_at,))
-        object.__setattr__(self, "rebase_at", tuple(self.rebase_at))
+        steps = self.rebase_at if isinstance(self.rebase_at, list | tuple) else (self.rebase_at,)
+        _require(all(_whole(s) and s >= 1 for s in steps), "rebase_at must hold steps from 1 on", self.rebase_at)
+        object.__setattr__(self, "rebase_at", tuple(steps))
         _check_max_high(self.max_high)
         for name in ("alpha", "eps", "kappa"):
             _require(_positive(getattr(self, name)), f"{name} must be a positive number", getattr(self, name))
@@ -106,15 +110,15 @@ class Policy:
         for name, low in least.items():
             value = getattr(self, name)
             _require(_whole(value) and value >= low, f"{name} must be a whole number of at least {low}", value)
-        steps = self.warmup_steps
-        _require(steps is None or (_whole(steps) and steps >= 0), "warmup_steps must be a whole number or None", steps)
-        _require(0 < self.decay < 1, "decay must lie between 0 and 1", self.decay)
+        for name, low in {"memory": 1, "warmup_steps": 0}.items():
+            value = getattr(self, name)
+            fine = value is None or (_whole(value) and value >= low)
+            _require(fine, f"{name} must be a whole number of at least {low}, or None", value)
+        _require(_positive(self.decay) and self.decay < 1, "decay must lie between 0 and 1", self.decay)
         _require(
             _positive(self.lock_growth) and self.lock_growth >= 1, "lock_growth must be at least 1", self.lock_growth
         )
-        _require(
-            all(_whole(s) and s >= 1 for s in self.rebase_at), "rebase_at must hold steps from 1 on", self.rebase_at
-        )
+        _require(isinstance(self.prefer_locked, bool), "prefer_locked must be True or False", self.prefer_locked)
         _require(self.history in HISTORIES, f"history must be one of {', '.join(HISTORIES)}", self.history)
         _require(self.warmup in WARMUPS, f"warmup must be one of {', '.join(WARMUPS)}", self.warmup)
 
@@ -193,14 +197,20 @@ class Policy:
                 f"calibration needs norms of shape (steps, units) with at least {skip + 50} steps, got {norms.shape}: "
                 "record a longer quiet stretch"
             )
-        watching = base.replace(max_high=0, alpha_warmup=None, warmup="threshold", replay_step=None)
-        seen = getattr(trace, "seen", None)
-        decisions = replay(norms, watching, seen=seen)
+        # Under `exclude_triggered` the ratios themselves depend on the thresholds: start from thresholds that
+        # exclude nothing and raise them until they hold for the ratios they bring about.
+        watching = base.replace(alpha=sys.float_info.max, alpha_warmup=None, beta=None, replay_step=None)
         share = false_alarms_per_1k / 1000 / (1 if base.beta is None else 2)
-        alpha = quiet_level(decisions.ratio[skip:], share)
-        beta = None if base.beta is None else quiet_level(decisions.jump[skip:], share)
-        warm = None if base.alpha_warmup is None else alpha * max(1.0, base.alpha_warmup / base.alpha)
-        return base.replace(alpha=alpha, beta=beta, alpha_warmup=warm)
+        levels = (0.0, 0.0)
+        while True:
+            decisions = replay(norms, watching, seen=getattr(trace, "seen", None))
+            alpha = max(levels[0], quiet_level(decisions.ratio[skip:], share))
+            beta = None if base.beta is None else max(levels[1], quiet_level(decisions.jump[skip:], share))
+            warm = None if base.alpha_warmup is None else alpha * max(1.0, base.alpha_warmup / base.alpha)
+            policy = base.replace(alpha=alpha, beta=beta, alpha_warmup=warm)
+            if base.history != "exclude_triggered" or levels == (alpha, beta or 0.0):
+                return policy
+            levels, watching = (alpha, beta or 0.0), policy.replace(replay_step=None)
 
 
 def quiet_level(values: np.ndarray, share: float) -> float:
@@ -210,6 +220,13 @@ def quiet_level(values: np.ndarray, share: float) -> float:
     if finite.size == 0:
         raise TrimtabError("calibration needs finite norms, and this stretch has none: choose another stretch")
     return float(np.quantile(finite, 1 - share, method="higher"))
+
+
+def without_outliers(values: np.ndarray) -> np.ndarray:
+    """The steps whose largest value is not far above the others' (log scale, 3 quartile ranges past the third)."""
+    peaks = np.log(np.maximum(np.where(np.isfinite(values), values, 0).max(axis=1), 1e-30))
+    first, third = np.quantile(peaks, (0.25, 0.75))
+    return values[peaks <= third + 3 * (third - first)]
 
 
 def _positive(value: object) -> bool:
@@ -248,6 +265,14 @@ PRESETS: dict[str, Policy] = {
     "paper-moe": Policy(alpha=0.9, alpha_warmup=None, warmup="high"),
     # Tables 14 and 15: alpha 0.4 throughout.
     "paper-pangu": Policy(alpha=0.4, alpha_warmup=None),
-    # Not the paper's: for norms that do not fall, and for faults that last.
-    "steady": Policy(alpha=2.0, alpha_warmup=3.0, beta=2.0, history="winsorized", lock_steps=2, lock_growth=2.0),
+    # Not the paper's: for norms that rise or wander, and for faults that last.
+    "steady": Policy(
+        alpha=3.0,
+        alpha_warmup=None,
+        beta=3.0,
+        history="winsorized",
+        memory=20,
+        lock_steps=2,
+        lock_growth=2.0,
+    ),
 }

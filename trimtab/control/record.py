@@ -29,8 +29,6 @@ No torch here: the controller hands over numpy arrays.
 
 import importlib.metadata
 import json
-import logging
-import math
 import os
 import platform
 import shutil
@@ -47,17 +45,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import trimtab
-from trimtab.errors import TrimtabError, missing_extra
+from trimtab.control.writers import FORMAT, MetricsWriter, TraceWriter, plain
+from trimtab.errors import TrimtabError
 
-FORMAT = 1
-"""Version of the folder's schema; raised when an old reader would misread a new folder."""
-METADATA_KEY = b"trimtab"
-"""Key of the trace's JSON in the Arrow schema metadata."""
 RUN, METRICS, TRACE, CHECKPOINTS, REPORT = "run.json", "metrics.jsonl", "trace.arrow", "checkpoints", "report.html"
-BATCH_ROWS = 256
 BATCH_SECONDS = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -98,8 +90,8 @@ class Recorder:
         return recorder
 
     def _start(self, *, metrics_at: int, trace_at: int) -> None:
-        self._metrics = _MetricsWriter(self.folder / METRICS, metrics_at)
-        self._trace = _TraceWriter(self.folder / TRACE, trace_at)
+        self._metrics = MetricsWriter(self.folder / METRICS, metrics_at)
+        self._trace = TraceWriter(self.folder / TRACE, trace_at)
         self._due = time.monotonic() + BATCH_SECONDS
         self._closer = weakref.finalize(self, _close, self._metrics, self._trace, os.getpid())
 
@@ -175,145 +167,7 @@ class Recorder:
         self.close()
 
 
-class _MetricsWriter:
-    """Appends JSON lines, and holds the controller's part of a step until the trainer's arrives."""
-
-    def __init__(self, path: Path, position: int) -> None:
-        self.position = position
-        self._file = path.open("ab", buffering=0)
-        self._lines: list[bytes] = []
-        self._pending: tuple[int, dict[str, Any]] | None = None
-
-    def hold(self, step: int, values: dict[str, Any]) -> None:
-        self.release()
-        self._pending = (int(step), values)
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._pending is not None and self._pending[0] == int(step):
-            values = {**values, **self._pending[1]}
-            self._pending = None
-        self.release()
-        self._line(step, values)
-
-    def release(self) -> None:
-        """Write the held part by itself."""
-        if self._pending is not None:
-            (step, values), self._pending = self._pending, None
-            self._line(step, values)
-
-    def _line(self, step: int, values: Mapping[str, Any]) -> None:
-        line = {"step": int(step), **values}
-        self._lines.append(json.dumps(plain(line), allow_nan=False, separators=(", ", ": ")).encode() + b"\n")
-
-    def flush(self) -> None:
-        self.position = _append(self._file, b"".join(self._lines), self.position)
-        self._lines.clear()
-
-    def close(self) -> None:
-        self.release()
-        self.flush()
-        self._file.close()
-
-
-class _TraceWriter:
-    """Appends Arrow record batches; rows wait in preallocated arrays."""
-
-    def __init__(self, path: Path, position: int) -> None:
-        self.path = path
-        self.position = position
-        self._file = path.open("ab", buffering=0) if position else None
-        self._schema: Any = None
-        self._rows = 0
-
-    @property
-    def full(self) -> bool:
-        return self._rows == BATCH_ROWS
-
-    def open(self, header: dict[str, Any]) -> None:
-        pa = _pyarrow()
-        num_units = len(header["units"])
-        if self.position:
-            self._schema = _same_units(self.path, header)
-        else:
-            self._schema = pa.schema(
-                [
-                    pa.field("step", pa.int64(), nullable=False),
-                    pa.field("norms", pa.list_(pa.float32(), num_units), nullable=False),
-                    pa.field("high", pa.list_(pa.bool_(), num_units), nullable=False),
-                ],
-                metadata={METADATA_KEY: json.dumps(plain(header), allow_nan=False)},
-            )
-            self._file = self.path.open("wb", buffering=0) if self._file is None else self._file
-            self._send(self._schema.serialize())
-        self._steps = np.empty(BATCH_ROWS, np.int64)
-        self._norms = np.empty((BATCH_ROWS, num_units), np.float32)
-        self._hidden = np.empty((BATCH_ROWS, num_units), np.bool_)
-        self._high = np.empty((BATCH_ROWS, num_units), np.bool_)
-
-    def append(self, step: int, norms: np.ndarray, seen: np.ndarray, high: np.ndarray) -> None:
-        if self._schema is None:
-            raise TrimtabError("observe needs to know the units: call open_trace first")
-        row = self._rows
-        self._steps[row] = step
-        self._norms[row] = norms
-        np.logical_not(seen, out=self._hidden[row])
-        self._high[row] = high
-        self._rows = row + 1
-
-    def flush(self) -> None:
-        if not self._rows:
-            return
-        pa, rows, num_units = _pyarrow(), self._rows, self._norms.shape[1]
-        norms = pa.array(self._norms[:rows].ravel(), mask=self._hidden[:rows].ravel())
-        high = pa.array(self._high[:rows].ravel())
-        columns = [
-            pa.array(self._steps[:rows]),
-            pa.FixedSizeListArray.from_arrays(norms, num_units),
-            pa.FixedSizeListArray.from_arrays(high, num_units),
-        ]
-        self._send(pa.record_batch(columns, schema=self._schema).serialize())
-        self._rows = 0
-
-    def _send(self, buffer: Any) -> None:
-        assert self._file is not None
-        self.position = _append(self._file, buffer, self.position)
-
-    def close(self) -> None:
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-
-
-def plain(value: Any) -> Any:
-    """A value as strict JSON: numpy and torch scalars unpacked, non-finite floats as None, the rest as text."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if hasattr(value, "item"):
-        return plain(value.item())
-    return str(value)
-
-
-def _append(file: Any, data: Any, position: int) -> int:
-    """Write every byte or, when the disk is full, none; returns the new end of the file."""
-    view = memoryview(data)
-    try:
-        while len(view):
-            view = view[file.write(view) :]  # an unbuffered file may take fewer bytes than it is given
-    except OSError:
-        os.ftruncate(file.fileno(), position)
-        raise
-    return position + len(data)
-
-
-def _close(metrics: _MetricsWriter, trace: _TraceWriter, owner: int) -> None:
+def _close(metrics: MetricsWriter, trace: TraceWriter, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child must not write its parent's rows a second time
     trace.close()
@@ -368,33 +222,3 @@ def _git_hash() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _same_units(path: Path, header: dict[str, Any]) -> Any:
-    """The schema of a trace that is continued, once its units are known to be the same."""
-    pa = _pyarrow()
-    with pa.OSFile(str(path)) as source:
-        schema = pa.ipc.read_schema(source)
-    written = json.loads(schema.metadata[METADATA_KEY])
-    old, new = written["units"], header["units"]
-    if old != new:
-        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        was = repr(old[at]) if at < len(old) else "nothing"
-        now = repr(new[at]) if at < len(new) else "nothing"
-        raise TrimtabError(
-            f"{path} was recorded with other units: unit {at} is {was} in the file and {now} now; "
-            "resume with the same model and conversion, or start a new folder"
-        )
-    changed = [key for key in ("policy", "max_high", "warmup_steps") if written[key] != plain(header[key])]
-    if changed:
-        logger.warning("%s keeps the %s of its first start; a replay of it will use those", path, " and ".join(changed))
-    return schema
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-    except ImportError:
-        raise missing_extra("pyarrow", "record", "Recording a trace") from None
-    return pa

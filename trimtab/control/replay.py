@@ -73,6 +73,8 @@ def replay(
     for start in range(0, len(norms), ROWS):
         rows = slice(start, start + ROWS)
         block = _as_float32(norms[rows])
+        if (block < 0).any():
+            raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
         mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
         verdict, state = advance(state, block, mask, recoverable, policy, limits)
         alarms.append(tally.add(verdict))
@@ -108,8 +110,6 @@ def _checked(
     norms = norms if isinstance(norms, np.ndarray) else np.asarray(norms)
     if norms.ndim != 2 or norms.dtype.kind not in "fiu":
         raise TrimtabError(f"norms must be numbers of shape (steps, units), got {norms.dtype} of shape {norms.shape}")
-    if norms.size and (np.min(norms, initial=0, where=~np.isnan(norms)) < 0):
-        raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
     if seen is not None and np.shape(seen) != norms.shape:
         raise TrimtabError(f"seen must have the shape of norms, {norms.shape}, got {np.shape(seen)}")
     mask = np.ones(norms.shape[1], bool) if recoverable is None else np.asarray(recoverable, bool)

@@ -57,18 +57,27 @@ def columns(values: Mapping[str, Any], order: list[int]) -> dict[str, Any]:
     return {name: column(value, order) for name, value in values.items()}
 
 
-def path_states(units: Sequence[Unit]) -> dict[str, Any]:
-    """State of the paths themselves (amax histories, rounding counters), by unit name and place in the unit."""
+def path_states(units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
+    """What the paths themselves remember (amax histories, draw counters), by unit and module name."""
     return {
-        unit.name: [state() if (state := getattr(m, "path_state", None)) else None for m in unit.modules]
+        unit.name: {module.fqn: module.memory.state_dict() for module in _remembering(unit)}
         for unit in units
-        if unit.switch is not None
+        if unit.recoverable
     }
 
 
-def load_path_states(units: Sequence[Unit], states: Mapping[str, Any]) -> None:
+def load_path_states(units: Sequence[Unit], states: Mapping[str, Mapping[str, Any]]) -> None:
     """Give each module its own path state back."""
     for unit in units:
-        for module, state in zip(unit.modules, states.get(unit.name, []), strict=False):
-            if state is not None:
-                module.load_path_state(state)  # type: ignore[operator]
+        for module in _remembering(unit):
+            if module.fqn not in states.get(unit.name, {}):
+                raise TrimtabError(
+                    f"the checkpoint holds no path state of {module.fqn!r} in unit {unit.name!r}: "
+                    "convert the model with the same recipe and units"
+                )
+            module.memory.load_state_dict(states[unit.name][module.fqn])
+
+
+def _remembering(unit: Unit) -> list[Any]:
+    """The modules of a unit that keep a state between steps: they have a path (`fqn`) and a `memory`."""
+    return [module for module in unit.modules if hasattr(module, "memory") and hasattr(module, "fqn")]

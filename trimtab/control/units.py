@@ -58,6 +58,8 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     switch: Switch | None = None
     modules: tuple[nn.Module, ...] = field(default=(), repr=False)
+    bystander: bool = False
+    """Watched on request (`watch=`) and never chosen, not even on a plain model, where choices are on paper."""
 
     @property
     def recoverable(self) -> bool:
@@ -116,7 +118,7 @@ def gather_units(
     for pattern in watch:
         taken = {unit.name for unit in found}
         more = tuple(
-            Unit(path, own)
+            Unit(path, own, bystander=True)
             for path, module in model.named_modules()
             if fnmatchcase(path, pattern) and path not in taken and (own := trainable([module]))
         )

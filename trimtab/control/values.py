@@ -79,7 +79,7 @@ class Event:
     """`high`, `low`, `denied`, `nonfinite`, `rerun`, `persistent` or `budget_full`."""
     unit: str | None = None
     cause: str = ""
-    """`ratio`, `jump`, `nonfinite`, or for a way back `quiet` (its lock ran out) or `evicted`."""
+    """`ratio`, `jump`, `nonfinite`, `selection`, or for a way back `quiet` (its lock ran out) or `evicted`."""
     ratio: float | None = None
     jump: float | None = None
     risk: float | None = None

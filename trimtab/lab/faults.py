@@ -27,7 +27,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,8 +50,6 @@ KINDS: dict[str, float | None] = {
 }
 """Each kind with its usual size; None where a size has no meaning."""
 
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What DDP, compile, FSDP and checkpoint wrappers add to a path: names are those of the model inside."""
 FEATURE_BLOCK = 16
 FLIP = 256.0
 SHARES = ("zero_blocks", "bit_flip")
@@ -180,23 +178,14 @@ def parse_faults(windows: Windows) -> tuple[FaultWindow, ...]:
     return tuple(window for entry in windows for window in parse_faults(entry))
 
 
-class _Target:
-    """One switchable module, its unit's name, and the windows bound to it; the `fault` it carries when armed."""
+class Armed:
+    """What a module carries while windows are open on it; a backward keeps the one its forward began with."""
 
-    def __init__(self, path: str, module: nn.Module, unit: str) -> None:
-        self.path = ".".join(part for part in path.split(".") if part not in WRAPPERS)
-        self.module, self.unit = module, unit
-        self.windows: list[FaultWindow] = []
-        self.open: list[FaultWindow] = []
-        self.captured: dict[FaultWindow, Tensor] = {}
-
-    def arm(self, step: int | None) -> None:
-        """Carry the windows that contain the step; none of them, or no step: carry nothing."""
-        self.open = [window for window in self.windows if step is not None and window.contains(step)]
-        self.module.fault = self if self.open else None  # type: ignore[assignment]
+    def __init__(self, path: str, windows: list[FaultWindow], captured: dict[FaultWindow, Tensor]) -> None:
+        self.path, self.windows, self.captured = path, windows, captured
 
     def output(self, y: Tensor) -> Tensor:  # (..., features)
-        for window in self.open:
+        for window in self.windows:
             if window.kind == "output_scale":
                 y = y * window.amount
             elif window.kind == "zero_blocks":
@@ -206,7 +195,7 @@ class _Target:
         return y
 
     def grad_output(self, g: Tensor) -> Tensor:
-        for window in self.open:
+        for window in self.windows:
             if window.kind == "grad_scale":
                 g = g * window.amount
             elif window.kind == "bit_flip":
@@ -216,7 +205,7 @@ class _Target:
         return g
 
     def amax(self, operand: str, amax: Tensor) -> Tensor:
-        for window in self.open if operand == "input" else ():
+        for window in self.windows if operand == "input" else ():
             if window.kind == "stale_scale":
                 amax = amax / window.amount
             elif window.kind == "stuck_scale":
@@ -254,6 +243,23 @@ def _with_nan(x: Tensor, place: int) -> Tensor:
     return flat.view(x.shape)
 
 
+@dataclass(eq=False)
+class _Target:
+    """One switchable module, and the windows bound to it."""
+
+    path: str
+    module: nn.Module
+    unit: str
+    windows: list[FaultWindow] = field(default_factory=list)
+    captured: dict[FaultWindow, Tensor] = field(default_factory=dict)
+
+    def arm(self, step: int | None) -> None:
+        """Let the module carry the windows that contain the step; without such a window, nothing."""
+        open_ = [window for window in self.windows if step is not None and window.contains(step)]
+        armed = Armed(self.path, open_, self.captured) if open_ else None
+        self.module.fault = armed  # type: ignore[assignment]
+
+
 class Faults:
     """Fault windows bound to a model's switchable modules.
 
@@ -263,7 +269,7 @@ class Faults:
 
     def __init__(self, model: nn.Module, windows: Windows) -> None:
         self._targets = [
-            _Target(path, module, switch.name)
+            _Target(getattr(module, "fqn", path), module, switch.name)  # fqn: the path without wrappers such as DDP
             for path, module in model.named_modules()
             if isinstance(switch := getattr(module, "switch", None), Switch) and hasattr(module, "fault")
         ]

@@ -17,8 +17,7 @@ import functools
 import zlib
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 
@@ -44,7 +43,7 @@ def _transform(groups: Tensor) -> Tensor:
 def rotate(x: Tensor, size: int, *, dim: int, signs: Tensor | None = None) -> Tensor:
     """Rotate x (FP32) along `dim` in groups of `size`; the dimension grows to a multiple of `size`."""
     x = x.movedim(dim, -1)
-    x = F.pad(x, (0, -x.shape[-1] % size))
+    x = nn.functional.pad(x, (0, -x.shape[-1] % size))
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     if signs is not None:
         groups = groups * signs

@@ -17,7 +17,8 @@ Where we differ from what is around: the clamp comes after the rounding (COAT's 
 to even (DeepGEMM's E2M1 sends them down); there is no floor under amax (DeepSeek's 1e-4 flushes small
 gradients); and non-finite input stays visible. A group whose amax is Inf or NaN returns NaN throughout, where a
 saturating cast would turn an Inf into an ordinary large number. With a given (stale) amax, finite values
-beyond it saturate, and non-finite elements become NaN one by one.
+beyond it saturate, and non-finite elements become NaN one by one. (At the very top of the type's own range, a
+value rounded up to the next grid point may overflow to Inf; with scale amax / Qmax it cannot exceed amax.)
 
 The gradient is straight-through. Stochastic rounding takes a generator of its own: its bits depend on the device.
 """
@@ -25,8 +26,7 @@ The gradient is straight-through. Stochastic rounding takes a generator of its o
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
 from trimtab.linear.formats import Format, format_of
@@ -42,7 +42,7 @@ def check_group(group: Group) -> Group:
         return group
     if group == "row":
         return "token"
-    if isinstance(group, (tuple, list)) and len(group) == 2 and all(isinstance(n, int) and n > 0 for n in group):
+    if isinstance(group, tuple | list) and len(group) == 2 and all(isinstance(n, int) and n > 0 for n in group):
         return (group[0], group[1])
     raise TrimtabError(
         f'group must be "tensor", "token" (alias "row") or a block shape of two positive ints such as (1, 128), '
@@ -60,17 +60,15 @@ def to_groups(x: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:
     """View x so that reducing over the returned dimensions reduces over one group; short blocks are zero-padded."""
     if x.dim() == 0:
         x = x.reshape(1)
-    if group == "tensor":
-        return x, tuple(range(x.dim()))
-    if group == "token":
-        return x, (-1,)
-    r, c = group  # type: ignore[misc]  # check_group left only a pair
+    if isinstance(group, str):
+        return x, (-1,) if group == "token" else tuple(range(x.dim()))
+    r, c = group
     if x.dim() == 1:
         x = x.unsqueeze(0)
     rows, cols = x.shape[-2:]
     pad_rows, pad_cols = -rows % r, -cols % c
     if pad_rows or pad_cols:
-        x = F.pad(x, (0, pad_cols, 0, pad_rows))
+        x = nn.functional.pad(x, (0, pad_cols, 0, pad_rows))
     return x.reshape(*x.shape[:-2], x.shape[-2] // r, r, x.shape[-1] // c, c), (-3, -1)
 
 
@@ -84,24 +82,27 @@ def from_groups(groups: Tensor, group: Group, shape: torch.Size) -> Tensor:
     return x[..., :rows, :cols].reshape(shape)
 
 
+def amax_shape(shape: torch.Size, group: Group) -> tuple[int, ...]:
+    """The shape of `group_amax`: () for a tensor, (..., 1) for tokens, (..., R, C) for blocks."""
+    if isinstance(group, str):
+        return (*shape[:-1], 1) if group == "token" else ()
+    rows, cols = shape[-2:] if len(shape) > 1 else (1, shape.numel())
+    return (*shape[:-2], -(-rows // group[0]), -(-cols // group[1]))
+
+
 def group_amax(x: Tensor, group: Group = "token") -> Tensor:
-    """The largest magnitude of each group, FP32: shape () for a tensor, (..., 1) for tokens, (..., R, C) for blocks."""
+    """The largest magnitude of each group, FP32; 0 for a group without elements, as for a group of zeros."""
     group = check_group(group)
+    shape = amax_shape(x.shape, group)
+    if x.numel() == 0:
+        return torch.zeros(shape, device=x.device)
     groups, dims = to_groups(x.detach(), group)
-    if groups.numel() == 0:
-        # A group without elements has nothing to scale: its amax is 0, like that of a group of zeros.
-        kept = [1 if i in {d % groups.dim() for d in dims} else n for i, n in enumerate(groups.shape)]
-        amax = torch.zeros(kept, device=x.device)
-    else:
-        amax = groups.abs().amax(dim=dims, keepdim=True).float()
-    if group == "tensor":
-        return amax.reshape(())
-    return amax if group == "token" else amax.squeeze(-1).squeeze(-2)
+    return groups.abs().amax(dim=dims).float().reshape(shape)
 
 
 def spread(amax: Tensor, group: Group) -> Tensor:
-    """Reshape a `group_amax` so that it broadcasts against `to_groups`."""
-    return amax if isinstance(group, str) else amax.unsqueeze(-1).unsqueeze(-3)
+    """Reshape a `group_amax` so that it broadcasts against `to_groups`; a single number always does."""
+    return amax if isinstance(group, str) or amax.dim() == 0 else amax.unsqueeze(-1).unsqueeze(-3)
 
 
 def scaled_round(groups: Tensor, scale: Tensor, fmt: Format, *, saturate: bool = False, **rounding: Any) -> Tensor:
@@ -147,12 +148,14 @@ def fake_quant(
         group: `"tensor"`, `"token"` (each row of the last dimension; `"row"` says the same of a weight), or a block
             shape over the last two dimensions.
         pow2_scale: round each scale up to a power of two.
-        amax: use this instead of the measured one (shape as `group_amax`): delayed scaling.
+        amax: use this instead of the measured one (one number, or the shape of `amax_shape`): delayed scaling.
     """
     fmt, group = format_of(fmt), check_group(group)
     check_rounding(rounding)
     if not x.is_floating_point():
         raise TrimtabError(f"x must be a floating-point tensor, got {x.dtype}: convert it first")
+    if amax is not None and amax.dim() and tuple(amax.shape) != amax_shape(x.shape, group):
+        raise TrimtabError(f"amax must be one number or of shape {amax_shape(x.shape, group)}, got {tuple(amax.shape)}")
 
     def compute(x: Tensor) -> Tensor:
         if x.numel() == 0:

@@ -9,7 +9,8 @@ const css = name => getComputedStyle(document.documentElement).getPropertyValue(
 const narrow = () => window.innerWidth < 640;
 const clean = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");  // plotly reads tags
 const number = x => x.toLocaleString("en-US");
-const margins = () => ({ l: narrow() ? 104 : 190, r: narrow() ? 12 : 22, t: 8, b: 22 });
+const margins = () => ({ l: leftMargin, r: narrow() ? 12 : 22, t: 8, b: 22 });
+let leftMargin = 56;
 
 // What all names begin with says nothing: cut it at a dot, then keep both ends of what is still too long.
 const prefix = (names => {
@@ -20,11 +21,19 @@ const prefix = (names => {
   return a.lastIndexOf(".", i - 1) + 1;
 })(D.units || []);
 
-function short(name) {
-  const most = narrow() ? 14 : 26, text = name.slice(prefix) || name;
-  if (text.length <= most) return clean(text);
-  const head = Math.floor(most / 3);
-  return clean(text.slice(0, head) + "\u2026" + text.slice(text.length - (most - head - 1)));
+function short(name, tagged = true) {
+  const most = narrow() ? 15 : 28, head = Math.floor(most / 3);
+  let text = name.slice(prefix) || name;
+  if (text.length > most) text = text.slice(0, head) + "\u2026" + text.slice(text.length - (most - head - 1));
+  return tagged ? clean(text) : text;
+}
+
+// All figures share the margin that the longest label needs, so that a step is at the same place in each.
+function fitMargin() {
+  const context = document.createElement("canvas").getContext("2d");
+  context.font = "12px " + getComputedStyle(document.body).fontFamily;
+  const shown = D.heat ? [...D.heat.units, ...D.time.units] : [];
+  leftMargin = Math.ceil(Math.max(44, ...shown.map(i => context.measureText(short(D.units[i], false)).width + 16)));
 }
 
 // As many unit names as fit, evenly spaced; again after each zoom.
@@ -38,6 +47,7 @@ function unitTicks(rows, height, range) {
 
 function base(height, yaxis) {
   const axis = { gridcolor: css("grid"), zeroline: false, linecolor: css("line"), tickfont: { color: css("soft"), size: 12 }, automargin: false };
+  const names = { ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" };
   const shapes = (D.faults || []).map(f => ({
     type: "rect", xref: "x", yref: "paper", x0: f[0] - .5, x1: f[1] - .5, y0: 0, y1: 1, line: { width: 0 }, fillcolor: css("fault"), layer: "below",
   }));
@@ -45,20 +55,23 @@ function base(height, yaxis) {
     height, margin: margins(), showlegend: false, shapes, hovermode: "closest", dragmode: narrow() ? false : "zoom",
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: getComputedStyle(document.body).fontFamily, color: css("ink") },
     hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: css("ink"), size: 13 } },
-    xaxis: { ...axis, range: D.range, showgrid: false, ticks: "outside", tickcolor: css("line"), ticklen: 4, tickformat: ",d", nticks: narrow() ? 4 : 9 },
-    yaxis: { ...axis, ...yaxis },
+    xaxis: { ...axis, range: D.range, showgrid: false, ticks: "outside", tickcolor: css("line"), ticklen: 4, tickformat: ",d", nticks: narrow() ? 5 : 9 },
+    yaxis: { ...axis, ...names, ...yaxis },
   };
 }
 
 function loss() {
   const traces = [];
   if (D.loss.train) {
-    traces.push({ type: "scatter", mode: D.loss.train.x.length > 1 ? "lines" : "markers", ...D.loss.train, line: { color: css("loss"), width: 1.4 }, marker: { color: css("loss"), size: 7 },
+    traces.push({ type: "scatter", mode: D.loss.train.x.length > 1 ? "lines" : "markers", ...D.loss.train, line: { color: css("loss"), width: D.loss.mean ? 1 : 1.4 }, opacity: D.loss.mean ? .55 : 1, marker: { color: css("loss"), size: 7 },
       hovertemplate: "step %{x:,d}<br>loss %{y:.4g}<extra></extra>" });
+  }
+  if (D.loss.mean) {
+    traces.push({ type: "scatter", mode: "lines", ...D.loss.mean, line: { color: css("ink"), width: 1.6 }, hovertemplate: "step %{x:,d}<br>mean %{y:.4g}<extra></extra>" });
   }
   D.loss.evals.forEach((e, i) => {
     const color = css(i % 2 ? "eval-b" : "eval-a");
-    traces.push({ type: "scatter", mode: "lines+markers", x: e.x, y: e.y, line: { color, width: 1.6, dash: i % 2 ? "dot" : "solid" }, marker: { color, size: 6 },
+    traces.push({ type: "scatter", mode: e.x.length > 60 ? "lines" : "lines+markers", x: e.x, y: e.y, line: { color, width: 1.6, dash: i % 2 ? "dot" : "solid" }, marker: { color, size: 6 },
       hovertemplate: "step %{x:,d}<br>" + clean(e.name) + " %{y:.4g}<extra></extra>" });
   });
   const layout = base(narrow() ? 210 : 250, { fixedrange: false, nticks: 6 });
@@ -72,24 +85,24 @@ function loss() {
 }
 
 function heat() {
-  const { units: rows, columns } = D.heat, bytes = atob(D.heat.data), z = [], bad = [];
-  let anyBad = false;
+  const { units: rows, columns } = D.heat, bytes = atob(D.heat.data), z = [], bad = { x: [], y: [] };
   for (let r = 0; r < rows.length; r++) {
-    const row = new Array(columns), hot = new Array(columns).fill(null);
+    const row = new Array(columns);
     for (let c = 0; c < columns; c++) {
       const code = bytes.charCodeAt(r * columns + c);
       row[c] = code > 250 ? null : code * 6 / 250 - 3;
-      if (code === 254) { hot[c] = 1; anyBad = true; }
+      if (code === 254) { bad.x.push(D.first + c * D.width + (D.width - 1) / 2); bad.y.push(r); }
     }
     z.push(row);
-    bad.push(hot);
   }
-  const common = { type: "heatmap", x0: D.first + (D.width - 1) / 2, dx: D.width, y0: 0, dy: 1, showscale: false, hoverongaps: true, hoverinfo: "none" };
-  const traces = [{ ...common, z, zmin: -2, zmax: 2, colorscale: [[0, css("cool")], [.5, css("mid")], [1, css("warm")]] }];
-  if (anyBad) traces.push({ ...common, z: bad, zmin: 0, zmax: 1, colorscale: [[0, css("bad")], [1, css("bad")]], hoverinfo: "skip" });
+  const traces = [{ type: "heatmap", x0: D.first + (D.width - 1) / 2, dx: D.width, y0: 0, dy: 1, z, zmin: -2, zmax: 2, showscale: false,
+    hoverongaps: true, hoverinfo: "none", colorscale: [[0, css("cool")], [.5, css("mid")], [1, css("warm")]] }];
+  // One cell of a long run is less than a pixel, so what was not finite gets a mark of its own.
+  if (bad.x.length) traces.push({ type: "scatter", mode: "markers", ...bad, hoverinfo: "skip", marker: { symbol: "square", size: 6, color: css("bad") } });
   const range = [rows.length - .5, -.5], height = Math.min(Math.max(rows.length * 15, 90), 560);
   const layout = base(height + 30, { range, showgrid: false, ...unitTicks(rows, height, range) });
   layout.plot_bgcolor = css("none");
+  layout.shapes.forEach(f => Object.assign(f, { layer: "above", fillcolor: "rgba(0,0,0,0)", line: { color: css("soft"), width: 1, dash: "dot" } }));
   return { traces, layout, ticks: range => unitTicks(rows, height, range), say: p => {
     const [r, c] = p.pointNumber, code = bytes.charCodeAt(r * columns + c);
     const value = code === 255 ? "no gradient" : code === 254 ? "norm not finite"
@@ -137,8 +150,14 @@ const figures = Object.keys(drawers).filter(name => document.getElementById("plo
 let view = null, busy = false;  // the x range that all figures share
 
 function draw() {
+  fitMargin();
   for (const name of figures) {
     const div = document.getElementById("plot-" + name), figure = drawers[name]();
+    if (name === figures[figures.length - 1]) {
+      figure.layout.xaxis.title = { text: "step", standoff: 4, font: { size: 12, color: css("soft") } };
+      figure.layout.margin.b += 18;
+      figure.layout.height += 18;
+    }
     if (view) figure.layout.xaxis.range = view;
     Plotly.react(div, figure.traces, figure.layout, { displayModeBar: false, responsive: true, displaylogo: false, doubleClick: "reset" });
     div.figure = figure;

@@ -77,7 +77,10 @@ class Passes(NamedTuple):
 def rules_of(header: Trace, *, acted: bool) -> Rules:
     """The rules a trace was recorded under."""
     recoverable = header.recoverable if header.recoverable.any() else np.ones(len(header.units), bool)
-    return Rules(Policy.from_dict(header.policy), Limits(header.max_high, header.warmup_steps), recoverable, acted)
+    policy = Policy.from_dict(header.policy)
+    if not acted:  # a run that only observes never asks for a batch to be run again
+        policy = policy.replace(replay_step=None)
+    return Rules(policy, Limits(header.max_high, header.warmup_steps), recoverable, acted)
 
 
 def replayed(rules: Rules, blocks: Iterable[Trace]) -> Iterator[tuple[Trace, Verdict]]:

@@ -13,6 +13,7 @@ finite" and "no gradient". Blocks arrive one after another, so memory does not g
 """
 
 import base64
+import itertools
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def curve(x: NDArray, y: NDArray[np.float64], points: int = MAX_COLUMNS) -> tupl
         return x, y
     edges = np.linspace(0, len(y), points // 2 + 1).astype(int)
     keep = set()
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         keep |= {int(start + y[start:stop].argmin()), int(start + y[start:stop].argmax())}
     index = np.array(sorted(keep))
     return x[index], y[index]

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.control.record import FORMAT, METADATA_KEY, METRICS, RUN, TRACE
+from trimtab.control.record import METRICS, RUN, TRACE
+from trimtab.control.writers import FORMAT, METADATA_KEY
 from trimtab.errors import TrimtabError, missing_extra
 
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -219,7 +220,9 @@ def _header(pa: Any, schema: Any, path: Path) -> Trace:
         told = json.loads((schema.metadata or {})[METADATA_KEY])
         units = tuple(str(name) for name in told["units"])
         if told["format"] > FORMAT:
-            raise TrimtabError(f"{path} has format {told['format']}, this trimtab reads up to {FORMAT}: upgrade trimtab")
+            raise TrimtabError(
+                f"{path} has format {told['format']}, this trimtab reads up to {FORMAT}: upgrade trimtab"
+            )
         header = replace(
             _empty(len(units)),
             units=units,

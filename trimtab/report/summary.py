@@ -15,21 +15,24 @@ there are none, the few units with the most steps high are suggested.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.control.advance import State
 from trimtab.control.record import TRACE
 from trimtab.control.tally import Tally
 from trimtab.report.passes import Passes, Rules, passes, replayed, rules_of
 from trimtab.report.read import Run, Trace, iter_trace, read_run, scan_trace
+from trimtab.report.verdict import sentences
 
 AFTERMATH = 20
 """Steps after a known fault that do not count as quiet."""
+MAX_REPEATS = 10_000
 SPIKE_WINDOW, SPIKE_SIGMAS = 128, 6.0
 SUGGESTED = 5
 """How many units a keep-high list names when none is persistent."""
@@ -111,10 +114,10 @@ class Counts:
 
     def __init__(self, header: Trace | None, rules: Rules | None, config: Mapping[str, Any]) -> None:
         self.header, self.rules = header, rules
-        self.faults = known_faults(config)
-        num_units = len(header.units) if header else 0
+        self.config = config
+        num_units = 0 if header is None else len(header.units)
         if rules is not None:
-            opening = np.zeros(num_units, bool)
+            opening = State.fresh(rules.recoverable, rules.policy, rules.limits).ledger.high
             self.tally = Tally(rules.recoverable, opening, rules.policy, rules.limits)
         self.rows = 0
         self.alarmed: list[NDArray[np.bool_]] = []
@@ -133,11 +136,8 @@ class Counts:
         assert self.rules is not None
         assert self.header is not None
         alarmed = self.tally.add(block.verdict, block.ran)
-        quiet = np.ones(len(block.steps), bool)
-        for start, stop, _ in self.faults:
-            quiet &= (block.steps < start) | (block.steps >= stop + AFTERMATH)
         self.alarmed.append(alarmed)
-        self.quiet.append(quiet)
+        self.quiet.append(quiet_steps(block.steps, self.config))
         self.peaks.append(np.stack([_peak(block.verdict.risk.ratio), _peak(block.verdict.risk.jump)], axis=1))
         self.triggered |= (block.verdict.risk.risk > 1).any(axis=0)
         self.denied += block.refused.sum(axis=0)
@@ -190,7 +190,7 @@ class Counts:
             losses=losses,
             verdict="",
         )
-        return _with_verdict(summary, self._too_low(quiet) if self.rows else "")
+        return replace(summary, verdict=" ".join(sentences(summary, self._too_low(quiet) if self.rows else "")))
 
     def _offenders(self, medians: NDArray[np.float64]) -> tuple[Offender, ...]:
         assert self.header is not None
@@ -222,22 +222,33 @@ class Counts:
         if policy.beta is not None and (peaks[:, 1] > policy.beta).sum() > (peaks[:, 0] > policy.alpha).sum():
             name, value, column = "beta", policy.beta, peaks[:, 1]
         share = 0.001 if policy.beta is None else 0.0005
-        level = float(np.quantile(column[np.isfinite(column)], 1 - share, method="higher"))
-        return f"{name} {value:g} is too low for these norms; calibrated on this run it would be {level:.2g}"
+        column = column[np.isfinite(column)]
+        if not len(column):
+            return ""
+        level = math.ceil(100 * float(np.quantile(column, 1 - share, method="higher"))) / 100
+        return f"{name} {value:g} is too low for these norms; calibrated on this run it would be {level:.2f}"
 
 
-def known_faults(config: Mapping[str, Any]) -> list[tuple[int, int, str]]:
-    """The fault windows a config lists, as (start, stop, label); entries without numbers are left out."""
+def known_faults(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The fault windows a config lists, as (start, stop), repetitions included; what has no start is left out."""
     windows = []
     faults = config.get("faults")
     for fault in faults if isinstance(faults, Sequence) and not isinstance(faults, str) else ():
-        start = fault.get("start") if isinstance(fault, Mapping) else None
-        if isinstance(start, int | float):
-            width = fault.get("width", 1)
-            stop = start + (width if isinstance(width, int | float) else 1)
-            label = " ".join(str(fault[key]) for key in ("kind", "unit") if fault.get(key))
-            windows.append((int(start), int(stop), label))
+        if isinstance(fault, Mapping) and isinstance(fault.get("start"), int):
+            width, every, count = (fault.get(key) for key in ("width", "every", "count"))
+            repeats = min(count, MAX_REPEATS) if isinstance(every, int) and isinstance(count, int) else 1
+            for again in range(repeats):
+                start = fault["start"] + again * (every or 0)
+                windows.append((start, start + (width if isinstance(width, int) else 1)))
     return windows
+
+
+def quiet_steps(steps: NDArray[np.int64], config: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Which steps lie outside every known fault and the 20 steps after it."""
+    quiet = np.ones(len(steps), bool)
+    for start, stop in known_faults(config):
+        quiet &= (steps < start) | (steps >= stop + AFTERMATH)
+    return quiet
 
 
 def spike_score(losses: NDArray[np.float64]) -> float | None:
@@ -280,55 +291,6 @@ def _keep_high(offenders: Iterable[Offender]) -> tuple[str, ...]:
     offenders = [o for o in offenders if o.steps_high]
     persistent = tuple(o.unit for o in offenders if o.persistent)
     return persistent or tuple(o.unit for o in offenders[:SUGGESTED])
-
-
-def _with_verdict(s: Summary, too_low: str) -> Summary:
-    from dataclasses import replace
-
-    return replace(s, verdict=" ".join(_sentences(s, too_low)))
-
-
-def _sentences(s: Summary, too_low: str) -> Iterator[str]:
-    """What the numbers say, in plain words, the gravest first."""
-    if not s.num_passes:
-        yield "Nothing has been recorded yet."
-        return
-    bad = int(s.metrics["nonfinite"])
-    if bad and s.first_nonfinite:
-        step, unit = s.first_nonfinite
-        yield f"The gradient was not finite on {_count(bad, 'step')}, first at step {step:,} in {unit}."
-    full = s.metrics["hit_maxO"]
-    main = s.offenders[0].unit if s.offenders else ""
-    would = "" if s.acted else "would have "
-    if full > 0.2:
-        cure = too_low or f"{_count(s.units_high, 'unit')} took it, {main} most often"
-        was = "was" if s.acted else "would have been"
-        yield f"The budget {was} full on {percent(full)} of steps: {cure}."
-    elif s.times_high:
-        lead = "Control acted" if s.acted else "Observed only: control would have acted"
-        yield (
-            f"{lead} {_count(s.times_high, 'time')} on {s.units_high} of {_count(s.num_recoverable, 'unit')}; "
-            f"{percent(s.metrics['promotion_ratio'])} of unit-steps {would}{'ran' if s.acted else 'run'} high; "
-            f"{main} is the main offender."
-        )
-    elif s.offenders:
-        yield f"{_count(len(s.offenders), 'unit')} left their range, and the budget of {s.max_high} let none run high."
-    elif s.metrics["false_alarms_per_1k"]:
-        yield "Units left their range, but nothing ran high: the run only watched, or ended there."
-    elif not bad:
-        yield f"Nothing left its range: no risk passed 1 in {_count(s.num_passes, 'step')}."
-
-
-def percent(share: float) -> str:
-    """A share as a percentage with two significant digits, never a rounded-off zero."""
-    value = 100 * share
-    if value == 0 or value >= 10:
-        return f"{value:.0f} %"
-    return f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %" if value >= 0.001 else "< 0.001 %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _peak(values: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -1,0 +1,45 @@
+# The same few commands here and in CI. `make demo` and `make test` set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Spinning OpenMP threads slow a busy machine twentyfold; tests use one thread per worker.
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: setup demo test lint format types unit browser bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/trimtab demo --force
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/pyright
+
+unit: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+browser:
+	sh scripts/install_browser.sh
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/replay.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark shares: interleaved rounds, medians with spread, and a result file that says where it came from.
+
+Machines are noisy, so arms are never timed one after the other: each round runs every arm once, in an order that
+rotates, and a ratio is the median over rounds of arm over baseline *within* a round.
+"""
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trimtab
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleave(arms: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Time each arm once per round, the order rotating; an arm returns its seconds."""
+    names = list(arms)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(arms[name]())
+    return times
+
+
+def against(times: dict[str, list[float]], baseline: str) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each arm, and its ratio to the baseline with quartiles."""
+    table = {}
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times[baseline], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        table[name] = {
+            "ms": round(1000 * statistics.median(seconds), 4),
+            "ratio": round(statistics.median(ratios), 5),
+            "ratio_q1": round(quartiles[0], 5),
+            "ratio_q3": round(quartiles[2], 5),
+        }
+    return table
+
+
+def save(name: str, table: Any, **more: Any) -> None:
+    """Write a result with its command, hardware and versions, and print it."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    result = {
+        "name": name,
+        "command": shlex.join(["python", *sys.argv]),
+        "when": datetime.now(UTC).date().isoformat(),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "gpu": gpu, "threads": torch.get_num_threads()},
+        "versions": {"trimtab": trimtab.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **more,
+        "table": table,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(table, indent=2))
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

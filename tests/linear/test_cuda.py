@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulation on a GPU: the quantizer has the same bits there, and every recipe runs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.linear import FORMATS, RECIPES, convert_, fake_quant
+from trimtab.linear.hadamard import fixed_signs, rotate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("pow2_scale", [False, True])
+@pytest.mark.parametrize("group", ["tensor", "token", (1, 128), (128, 128)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_fake_quant_has_the_same_bits_as_on_the_cpu(name, group, pow2_scale):
+    x = torch.randn(300, 1000) * torch.exp2(torch.randint(-140, 100, (300, 1)).float())
+    x[7, 3] = torch.inf
+    on_cpu = fake_quant(x, name, group=group, pow2_scale=pow2_scale)
+    on_gpu = fake_quant(x.cuda(), name, group=group, pow2_scale=pow2_scale).cpu()
+    assert torch.equal(on_cpu.view(torch.int32)[~on_cpu.isnan()], on_gpu.view(torch.int32)[~on_cpu.isnan()])
+    assert torch.equal(on_cpu.isnan(), on_gpu.isnan())
+
+
+def test_the_rotation_has_the_same_bits_as_on_the_cpu():
+    x = torch.randn(64, 100)
+    on_gpu = rotate(x.cuda(), 16, dim=1, signs=fixed_signs(16).cuda())
+    assert torch.equal(on_gpu.cpu(), rotate(x, 16, dim=1, signs=fixed_signs(16)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_on_the_gpu_as_on_the_cpu(name, autocast):
+    plain = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 96))
+    results = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(plain).to(device)
+        convert_(model, name, backend="emulated")
+        x = torch.linspace(-3, 3, 64 * 96).sin().reshape(2, 32, 96).to(device).requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y = model(x)
+        y.float().square().mean().backward()
+        results.append([t.detach().float().cpu() for t in (y, x.grad, *(p.grad for p in model.parameters()))])
+    loose = autocast or any(g.random for _, g in RECIPES[name].low.gemms()) or RECIPES[name].low.output is not None
+    for a, b in zip(*results, strict=True):
+        # A last-bit difference in a GEMM may cross a rounding boundary of the next quantizer.
+        assert (a - b).norm() <= (0.6 if RECIPES[name].low.random else 0.1 if loose else 1e-4) * a.norm()
+
+
+def test_the_plain_high_path_is_bit_equal_on_the_gpu():
+    plain = nn.Linear(96, 160).cuda()
+    model = nn.Sequential(copy.deepcopy(plain))
+    convert_(model, "fp8_delayed", backend="emulated")
+    model[0].switch.planned = True
+    x = torch.randn(32, 96, device="cuda")
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    assert torch.equal(plain.weight.grad, model[0].weight.grad)
+    assert torch.equal(plain.bias.grad, model[0].bias.grad)
+    assert model[0].memory.histories["grad_output"].is_cuda

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trimtab train`: train a small LLaMA-style model in low precision under control."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings from a .toml or .yaml file.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as lr=2e-3 or policy.alpha=2; repeatable."),
+]
+
+
+def run(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    out: Annotated[Path, typer.Option(help="The run folder.")] = Path("runs/train"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Same as --set seed=N.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every switch.")] = False,
+) -> None:
+    """Train a small LLaMA-style model in low precision under control, into a run folder.
+
+    Every setting has a default: `trimtab train` alone trains on the text of Python's standard library.
+    `trimtab env --set ...` prints them all.
+    """
+    from trimtab.cli.console import Display, console
+    from trimtab.errors import TrimtabError
+    from trimtab.lab.config import Config, load_settings
+
+    settings = load_settings(config, set_ or ())
+    if seed is not None:
+        settings["seed"] = seed
+    Config.from_dict(settings)  # refuse bad settings before torch is loaded
+    if resume and force:
+        raise TrimtabError("--resume continues a run and --force replaces it: give one of them")
+
+    from trimtab.lab.train import train
+
+    with Display(switches=verbose) as display:
+        result = train(settings, out, resume=resume, force=force, watcher=display)
+    if result.finished_before:
+        console.print(f"{out} is finished: {result.steps} steps; --set steps=N with a larger N goes on")
+        sys.exit(0)
+    console.print(f"{result.steps} steps, loss {result.loss:.4f}")
+    if result.summary:
+        s = result.summary
+        console.print(
+            f"{s['false_alarms_per_1k']:.1f} alarms per 1,000 steps, {s['promotion_ratio']:.2%} of unit-steps high, "
+            f"budget full on {s['hit_maxO']:.1%} of steps, {s['denied']:.0f} denied, {s['nonfinite']:.0f} non-finite"
+        )
+    console.print(f"next: trimtab report {out}   trimtab replay {out} --set alpha=2")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: complete, atomic, safe to load, and never from a broken state.
+
+A checkpoint is one file, `checkpoints/step_000200.pt`: model, optimizer, controller, faults, the step (which is
+also the position in the data), random state, the settings, and how long metrics.jsonl and trace.arrow were at
+that moment, so that a resume cuts both there and goes on. It holds tensors and plain values only and is read
+with `weights_only=True`. It is written beside its place and moved there, so a file under its final name is
+whole; the newest two are kept.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.errors import TrimtabError
+
+log = logging.getLogger(__name__)
+
+KEEP = 2
+NAME = re.compile(r"^step_(\d+)\.pt$")
+
+
+def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint, whole or not at all, and drop the older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.pt"
+    draft = path.with_suffix(".tmp")
+    try:
+        with draft.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    for _, old in _list(folder)[:-KEEP]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that can be read, or None; an unreadable one is passed over with a warning."""
+    for _, path in reversed(_list(folder)):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
+            log.warning("%s cannot be read (%s): trying the one before", path, " ".join(str(error).split())[:120])
+            continue
+        if not isinstance(state, dict) or not {"step", "model", "optimizer", "offsets", "config"} <= set(state):
+            raise TrimtabError(f"{path} is not a checkpoint of trimtab train: move it away, or start a new folder")
+        return path, state
+    return None
+
+
+def is_finite(model: nn.Module) -> bool:
+    """Whether every parameter is finite: one pass, one wait."""
+    norms = torch._foreach_norm([p.detach() for p in model.parameters()])  # pyright: ignore[reportPrivateImportUsage]
+    return bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
+
+
+def check_model(model: nn.Module, state: Mapping[str, Any], path: Path) -> None:
+    """Say in one line where a checkpoint's weights are another model's."""
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    theirs = {name: tuple(value.shape) for name, value in state.items()}
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            raise TrimtabError(
+                f"{path} is of another model: {name} is {theirs.get(name, 'absent')} there and "
+                f"{ours.get(name, 'absent')} here; resume with the settings it was made with"
+            )
+
+
+def _list(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := NAME.match(path.name))]
+    return sorted(found)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a lab run: one flat, frozen, checked table; every key has a default.
+
+    trimtab train --config run.toml --set lr=2e-3 --set policy.alpha=2
+
+A file (TOML or YAML) holds the same keys as the command line; the policy's own are `policy.alpha` there and a
+`[policy]` table in a file, with `policy.preset` as the starting point for the rest. Values on the command line
+are read as TOML would read them, and as plain text where that fails, so `recipe=fp8` needs no quotes.
+"""
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.control.policy import Policy
+from trimtab.errors import TrimtabError, missing_extra
+
+NONE = ("none", "null")
+CHOICES = {
+    "mode": ("act", "observe", "off"),
+    "path": ("plan", "high", "low"),
+    "dtype": ("fp32", "bf16"),
+    "backend": ("auto", "emulated", "real"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of one training run."""
+
+    model: str = "micro"
+    """Size of the decoder: micro, tiny, 60m, 130m, 350m, 1b."""
+    kv_heads: int | None = None
+    """Key and value heads, fewer than heads for grouped queries; None means as many."""
+    num_experts: int = 0
+    """Experts per layer; 0 is a dense model."""
+    top_k: int = 2
+    """Experts per token."""
+    data: str = "stdlib"
+    """`stdlib` (the text of Python's own library), or a file, folder or .jsonl of text."""
+    tokenizer: str | None = None
+    """A `tokenizers` JSON file; None means bytes."""
+    recipe: str = "fp8"
+    """What low and high mean; `none` leaves the linears as they are."""
+    roles: str | None = None
+    """Which GEMMs the low path quantizes, comma-separated: output, grad_input, grad_weight; None means its own."""
+    unit: Any = "linear"
+    """What switches together: `linear`, `block`, `expert`, or a list of name patterns."""
+    backend: str = "auto"
+    """`auto`, `emulated` or `real` kernels."""
+    mode: str = "act"
+    """`act`, `observe` or `off`."""
+    path: str = "plan"
+    """`plan` (the controller decides), or every unit on `high` or on `low`, whatever the plan says."""
+    optimizer: str = "adamw"
+    lr: float = 4e-3
+    """Peak learning rate: linear warm-up over the first tenth of the steps, then cosine to a tenth of the peak."""
+    weight_decay: float = 0.0
+    steps: int = 600
+    """Optimizer steps."""
+    batch: int = 16
+    """Sequences per micro-batch."""
+    seq: int | None = None
+    """Tokens per sequence; None means the model's longest."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    clip: float | None = None
+    """Largest total gradient norm; None does not clip."""
+    dtype: str = "fp32"
+    """Weights: fp32 or bf16."""
+    checkpointing: bool = False
+    """Recompute activations in the backward."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out part; 0 evaluates at the end only."""
+    eval_batches: int = 8
+    """Batches per evaluation."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0 writes one at the end only."""
+    faults: Any = ""
+    """Fault windows, such as `blocks.1.mlp.down:grad_scale:start=200,width=20,size=64`; several with `;`."""
+    seed: int = 0
+    device: str = "auto"
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `trimtab.Policy`, and `preset`."""
+
+    def __post_init__(self) -> None:
+        for name, valid in CHOICES.items():
+            _require(getattr(self, name) in valid, f"{name} must be one of {', '.join(valid)}", getattr(self, name))
+        for name in ("steps", "batch", "accumulate", "eval_batches", "top_k"):
+            _require(
+                _whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
+            )
+        for name in ("eval_every", "checkpoint_every", "seed", "num_experts"):
+            _require(
+                _whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
+            )
+        for name in ("seq", "kv_heads"):
+            value = getattr(self, name)
+            _require(value is None or _whole(value, 1), f"{name} must be a whole number of at least 1, or none", value)
+        _require(_number(self.lr) and self.lr > 0, "lr must be a positive number", self.lr)
+        _require(
+            _number(self.weight_decay) and self.weight_decay >= 0,
+            "weight_decay must not be negative",
+            self.weight_decay,
+        )
+        _require(
+            self.clip is None or (_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
+        )
+        for name in ("model", "data", "recipe", "optimizer", "device"):
+            _require(isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name))
+        patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
+        _require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
+        if self.recipe == "none" and self.mode == "act":
+            raise TrimtabError("mode=act needs something to switch, and recipe=none converts nothing: set mode=observe")
+        self.build_policy()
+
+    def build_policy(self) -> Policy:
+        """The policy these settings describe."""
+        settings = dict(self.policy)
+        base = Policy.preset(settings.pop("preset")) if "preset" in settings else Policy()
+        return base.replace(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain values."""
+        return dataclasses.asdict(self) | {"policy": dict(self.policy)}
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with some settings changed."""
+        return Config.from_dict(self.to_dict() | changes)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+        """Build settings from plain values; an unknown key raises and names the nearest."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")
+        values = {**values, "recipe": "none"} if values.get("recipe", "") is None else dict(values)
+        policy = values.get("policy", {})
+        if not isinstance(policy, Mapping):
+            raise TrimtabError(f"policy must be a table of settings such as policy.alpha=2, got {policy!r}")
+        return cls(**values)
+
+
+def load_settings(config: str | Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings that a file and `key=value` pairs name, the latter winning; not yet checked."""
+    settings = {} if config is None else _read_file(Path(config))
+    for pair in sets:
+        key, equals, text = pair.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise TrimtabError(f"a setting is written key=value, got {pair!r}")
+        if key.startswith("policy."):
+            settings["policy"] = {**settings.get("policy", {}), key.removeprefix("policy."): parse_value(text)}
+        else:
+            settings[key] = parse_value(text)
+    return settings
+
+
+def parse_value(text: str) -> Any:
+    """Read a value as TOML does; `none` and `null` are None, anything else that is no TOML is text."""
+    text = text.strip()
+    if text.lower() in NONE:
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrimtabError(f"a config must be a readable text file, got {str(path)!r}: {error}") from None
+    if path.suffix == ".toml":
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise TrimtabError(f"{path} is not valid TOML: {error}") from None
+    elif path.suffix in (".yaml", ".yml"):
+        values = _read_yaml(path, text)
+    else:
+        raise TrimtabError(f"a config file ends in .toml, .yaml or .yml, got {str(path)!r}")
+    if not isinstance(values, dict):
+        raise TrimtabError(f"a config must be a table of settings, {path} holds a {type(values).__name__}")
+    dotted = [key for key in values if isinstance(key, str) and key.startswith("policy.")]
+    for key in dotted:  # a file may write policy.alpha as well
+        values["policy"] = {**values.get("policy", {}), key.removeprefix("policy."): values.pop(key)}
+    if isinstance(values.get("policy"), dict):
+        values["policy"] = {key: _none(value) for key, value in values["policy"].items()}
+    return {key: _none(value) for key, value in values.items()}
+
+
+def _none(value: Any) -> Any:
+    """TOML has no null: a file may write "none"."""
+    return None if isinstance(value, str) and value.lower() in NONE else value
+
+
+def _read_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise missing_extra("pyyaml", "cli", "A YAML config") from None
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise TrimtabError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    if key in {f.name for f in dataclasses.fields(Policy)} | {"preset"}:
+        return f"did you mean policy.{key}?"
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(known)}"
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise TrimtabError(f"{rule}, got {value!r}")

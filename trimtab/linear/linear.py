@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SwitchLinear`: an `nn.Linear` with two paths and one switch.
+
+It has no parameters or buffers of its own, so its `state_dict()` is the plain one, and it is made by giving an
+existing `nn.Linear` this class (`convert_`): the module, its weight, its hooks and every reference stay the same.
+
+The switch is read once, when a forward starts. What it said is kept in the `Call` that goes through autograd:
+the backward of a forward takes the same path even if the switch has moved since. Activation checkpointing
+runs the forward again inside a backward; such a recompute gets the module's most recent `Call` instead of
+reading the switch. (Known bugs of this kind: NVIDIA/TransformerEngine #1190, NVIDIA/Megatron-LM #7538.)
+One limit: where checkpointed forwards of the same module are pending together (a pipeline schedule, a module
+used twice in one region), their recomputes all repeat the last one. The path is still right, because decisions
+change only between optimizer steps; delayed scales and random numbers are then those of the last call.
+
+A plain path is exactly `F.linear(x, self.weight, self.bias)`: same kernel, same bits, same autocast. Any other
+path does to its inputs what autocast would do, then runs `SwitchedGemms` with autocast off.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.control.units import Switch, in_backward
+from trimtab.errors import TrimtabError
+from trimtab.linear.emulated import SwitchedGemms
+from trimtab.linear.paths import Recipe
+from trimtab.linear.state import Call, Fault, PathState
+
+__all__ = ["Fault", "SwitchLinear", "load_path_state", "path_state", "switch_linears"]
+
+
+class SwitchLinear(nn.Linear):
+    """A linear that runs its recipe's low or high path, as its unit's switch says. Made by `convert_`."""
+
+    switch: Switch
+    recipe: Recipe
+    fqn: str
+    """Path of the module in the model that was converted: the key of its path state, and its random seed."""
+    memory: PathState
+    fault: Fault | None
+    """Damages the low path on purpose (see `Fault`); None costs nothing."""
+    _last: Call | None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TrimtabError("a SwitchLinear is made from an nn.Linear inside a model: use convert_(model, recipe)")
+
+    def attach(self, switch: Switch, recipe: Recipe, fqn: str) -> None:
+        """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
+        self.switch, self.recipe, self.fqn = switch, recipe, fqn
+        self.memory, self.fault, self._last = PathState(recipe), None, None
+
+    def detach(self) -> None:
+        """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
+        for attribute in ("switch", "recipe", "fqn", "memory", "fault", "_last"):
+            del self.__dict__[attribute]
+
+    def forward(self, input: Tensor) -> Tensor:
+        call = self._call()
+        plain = call.path.is_plain and call.fault is None
+        if plain and not self.memory.histories:
+            return nn.functional.linear(input, self.weight, self.bias)
+        dtype = _autocast_dtype(input)
+        if self.memory.histories:
+            call.observe("input", input, dtype)
+            call.observe("weight", self.weight, dtype)
+        if plain:  # calibrating: the numbers are the plain ones, the history is fed
+            y = nn.functional.linear(input, self.weight, self.bias)
+            if y.requires_grad:
+                y.register_hook(lambda grad: call.observe("grad_output", grad))
+            return y
+        tensors = (input, self.weight, self.bias)
+        if dtype is None:
+            return self._low_precision(call, *tensors)
+        cast = (t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+        with torch.autocast(input.device.type, enabled=False):
+            return self._low_precision(call, *cast)
+
+    def _call(self) -> Call:
+        """The call this forward belongs to: a new one, or in a recompute the one it repeats."""
+        if self._last is not None and in_backward():
+            return self._last
+        high = self.switch.high
+        path = self.recipe.high if high else self.recipe.low
+        call = Call(path, self.memory, self.fqn, fault=None if high else self.fault, record=self.training)
+        if path.random:
+            call.draw = self.memory.draws
+            self.memory.draws += self.training  # an evaluation must not move the training's random numbers
+        self._last = call
+        return call
+
+    def _low_precision(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype != weight.dtype or x.shape[-1:] != weight.shape[1:]:
+            raise TrimtabError(
+                f"the input of {self.fqn!r} must be {weight.dtype} with last dimension {weight.shape[1]}, got "
+                f"{x.dtype} of shape {tuple(x.shape)}: cast it, or use autocast"
+            )
+        return SwitchedGemms.apply(x, weight, bias, call, torch.is_grad_enabled())  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        recipe = self.recipe
+        return f"{super().extra_repr()}, unit={self.switch.name!r}, low={recipe.low.name}, high={recipe.high.name}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}  # a copy or a pickle starts outside any backward
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type autocast would give the operands of a linear, or None where it is off or does not exist."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def switch_linears(model: nn.Module) -> Iterator[SwitchLinear]:
+    """The converted linears of a model, each once."""
+    return (module for module in model.modules() if isinstance(module, SwitchLinear))
+
+
+def path_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the paths remember, by module: amax histories, positions, draw counters. Tensors and ints only."""
+    return {module.fqn: module.memory.state_dict() for module in switch_linears(model)}
+
+
+def load_path_state(model: nn.Module, state_dict: dict[str, dict[str, Any]]) -> None:
+    """Restore `path_state`; nothing is changed unless every module of the model and of the state matches."""
+    modules = {module.fqn: module for module in switch_linears(model)}
+    for what, names in (("has no entry for", set(modules) - set(state_dict)), ("has", set(state_dict) - set(modules))):
+        if names:
+            raise TrimtabError(
+                f"path state must match the converted linears one to one, but it {what} {', '.join(sorted(names))}: "
+                "convert the model as it was converted when the state was saved"
+            )
+    for name, module in modules.items():
+        module.memory.check(state_dict[name], name)
+    for name, module in modules.items():
+        module.memory.load_state_dict(state_dict[name], name)

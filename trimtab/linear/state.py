@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a switchable linear remembers: from step to step, and from a forward to its backward.
+
+`PathState` lives as long as the module: the amax history of delayed scaling and the counter of random draws.
+It is outside `state_dict()`, so that a converted model saves like a plain one, and has its own (`path_state`).
+
+`Call` lives for one forward, its backward, and any recompute of it: the path that was chosen, the fault, the
+number of the draw and the amax values in use. A recompute gets the same `Call` again, so it repeats the forward
+bit for bit even if the switch or the history has moved on.
+
+Delayed scaling (Transformer Engine's rule, history 1024, margin 0):
+
+    amax used at step t = 2^margin * max(amax of steps t - 1024 ... t - 1),  the current amax if that is 0
+
+The last clause covers the first step and a gradient that has been exactly zero so far. A non-finite amax is
+not remembered, because it would poison 1024 steps; the values that caused it stay visible in the result.
+The history is fed on the high path too, forward and backward, so that a unit comes back with fresh scales
+(Transformer Engine's calibration mode does this for the forward only). Each process keeps its own history.
+
+Randomness is counter-based: every draw has its own generator, seeded by module name, draw number, role and operand.
+The only state is the counter.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import TrimtabError
+from trimtab.linear.hadamard import fixed_signs, random_signs
+from trimtab.linear.paths import Cast, Gemm, Path, Recipe
+from trimtab.linear.quantize import group_amax
+
+
+class Fault(Protocol):
+    """Something that damages the low path on purpose; the high path never consults it."""
+
+    def output(self, y: Tensor) -> Tensor:
+        """Replace the forward result; the backward does not know."""
+        ...
+
+    def grad_output(self, g: Tensor) -> Tensor:
+        """Replace the incoming gradient before any use of it."""
+        ...
+
+    def amax(self, operand: str, amax: Tensor) -> Tensor:
+        """Replace an amax (of "input", "weight" or "grad_output") before it becomes a scale."""
+        ...
+
+
+class PathState:
+    """The memory of one module's paths; complete from the start, plain tensors and ints in its state dict."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        delayed = recipe.high.delayed() | recipe.low.delayed()
+        self.histories = {operand: torch.zeros(cast.history) for operand, cast in sorted(delayed.items())}
+        self.counts = dict.fromkeys(self.histories, 0)
+        self.draws = 0
+
+    def _history(self, operand: str, device: torch.device) -> Tensor:
+        """The history, moved to where the module is now; it is no buffer, so `model.to` does not move it."""
+        if self.histories[operand].device != device:
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be written to later
+                self.histories[operand] = self.histories[operand].to(device)
+        return self.histories[operand]
+
+    def past_amax(self, operand: str, current: Tensor) -> Tensor:
+        """The largest remembered amax, or the current one while there is none."""
+        past = self._history(operand, current.device).amax()
+        return torch.where(past > 0, past, current)
+
+    def push(self, operand: str, amax: Tensor) -> None:
+        """Remember one amax, in place of the oldest. Nothing waits for the device."""
+        history = self._history(operand, amax.device)
+        history[self.counts[operand] % len(history)] = torch.where(torch.isfinite(amax), amax, torch.zeros_like(amax))
+        self.counts[operand] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything remembered."""
+        state: dict[str, Any] = {"draws": self.draws}
+        for operand, history in self.histories.items():
+            state[f"{operand}_amax"] = history.clone()
+            state[f"{operand}_count"] = self.counts[operand]
+        return state
+
+    def check(self, state_dict: dict[str, Any], name: str) -> None:
+        """Raise, naming the module, unless `load_state_dict` would succeed."""
+        mine = self.state_dict()
+        if set(state_dict) != set(mine):
+            raise TrimtabError(
+                f"path state of {name!r} must have the keys {sorted(mine)}, got {sorted(state_dict)}: "
+                "convert the model with the recipe it was saved with"
+            )
+        for operand, history in self.histories.items():
+            shape = tuple(state_dict[f"{operand}_amax"].shape)
+            if shape != tuple(history.shape):
+                raise TrimtabError(f"{operand}_amax of {name!r} must have shape {tuple(history.shape)}, got {shape}")
+
+    def load_state_dict(self, state_dict: dict[str, Any], name: str = "this module") -> None:
+        """Take over a state, if it fits; the caller's dict and tensors stay as they are."""
+        self.check(state_dict, name)
+        self.draws = int(state_dict["draws"])
+        for operand in self.histories:
+            self.histories[operand] = state_dict[f"{operand}_amax"].detach().clone().float()
+            self.counts[operand] = int(state_dict[f"{operand}_count"])
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward with its backward and recompute."""
+
+    path: Path
+    state: PathState
+    name: str
+    fault: Fault | None = None
+    record: bool = False
+    """Whether amax values enter the history (training mode)."""
+    draw: int = 0
+    amaxes: dict[str, Tensor] = field(default_factory=dict)
+    """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same."""
+
+    def observe(self, operand: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Look up the amax that a delayed cast of x uses and feed the history; once per call and operand.
+
+        Args:
+            dtype: the type x will be cast to by autocast; rounding is monotonic, so rounding amax is enough.
+        """
+        if operand not in self.state.histories or operand in self.amaxes:
+            return
+        with torch.no_grad():
+            current = group_amax(x, "tensor")
+            if dtype is not None:
+                current = current.to(dtype).float()
+            if x.is_meta:  # shapes only: nothing to look up or remember
+                self.amaxes[operand] = current
+                return
+            self.amaxes[operand] = self.state.past_amax(operand, current)
+            if self.record:
+                self.state.push(operand, current)
+
+    def change_amax(self, operand: str, cast: Cast) -> Callable[[Tensor], Tensor] | None:
+        """What replaces the measured amax of an operand, or None."""
+        if not cast.delayed and self.fault is None:
+            return None
+
+        def change(amax: Tensor) -> Tensor:
+            if cast.delayed:
+                amax = self.amaxes[operand] * 2.0**cast.margin
+            return amax if self.fault is None else self.fault.amax(operand, amax)
+
+        return change
+
+    def generator(self, role: str, operand: str, device: torch.device) -> torch.Generator:
+        """A fresh generator for one operand's stochastic rounding."""
+        # Folded to 32 bits by the checksum itself: the CPU generator ignores the upper half of a seed.
+        seed = zlib.crc32(f"{self.name}/{self.draw}/{role}/{operand}".encode())
+        return torch.Generator(device).manual_seed(seed)
+
+    def signs(self, role: str, gemm: Gemm, device: torch.device) -> Tensor | None:
+        """The sign vector of one role, the same for both its operands."""
+        if gemm.signs == "none":
+            return None
+        if gemm.signs == "fixed":
+            return fixed_signs(gemm.hadamard).to(device)
+        return random_signs(gemm.hadamard, f"{self.name}/{self.draw}/{role}/signs").to(device)
