@@ -43,7 +43,24 @@ _HOMES = {
     "NoEffectWarning": "trimtab.errors",
 }
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Controller",
+    "Decisions",
+    "Event",
+    "NoEffectWarning",
+    "NonFiniteError",
+    "Path",
+    "Plan",
+    "Policy",
+    "Recipe",
+    "Recorder",
+    "TrimtabError",
+    "__version__",
+    "convert_",
+    "replay",
+    "revert_",
+    "running",
+]
 
 TORCH_FLOOR = (2, 6)
 

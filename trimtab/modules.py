@@ -8,7 +8,7 @@ Blocks and experts are read off the dotted path: `model.layers.3.mlp.up` lies in
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -30,6 +30,11 @@ def expert_of(fqn: str) -> str | None:
     """The path up to its expert (`blocks.1.moe.experts.5.down` -> `blocks.1.moe.experts.5`), or None."""
     match = EXPERT.match(fqn)
     return match.group(1) if match else None
+
+
+def is_router(fqn: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a linear is the router of a mixture: it stands right beside a module named `experts`."""
+    return hasattr(modules[fqn.rpartition(".")[0]], "experts")
 
 
 def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module | None:
@@ -62,10 +67,3 @@ def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Mod
         if found:
             return found[-1]
     return None
-
-
-def parents(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (fqn, parent module, attribute name) for every submodule, shared ones under each of their paths."""
-    for prefix, parent in model.named_modules(remove_duplicate=False):
-        for name, _ in parent.named_children():
-            yield f"{prefix}.{name}" if prefix else name, parent, name

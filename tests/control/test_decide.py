@@ -157,7 +157,7 @@ def test_a_high_warm_up_runs_exactly_its_steps_with_every_switchable_unit_high()
     chosen = d.high.sum(axis=1).tolist()  # from step t, run in t + 1; E_1 is the opening set
     assert chosen == [2, 2, 2, 0, 0, 0, 0, 0, 0, 0]
     assert not d.high[:, 1].any()
-    assert d.summary()["warmup_steps_high"] == 4
+    assert d.summary()["warmup_steps"] == 4
     assert d.summary()["switches_per_1k"] == 1000 * 2 / 10  # only the way down: step 1 was high already
 
 

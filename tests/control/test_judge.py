@@ -201,6 +201,11 @@ def slow_mean(past: list[float], policy: Policy) -> float:
     if policy.history == "ema":
         weights = [policy.decay ** (len(past) - 1 - i) for i in range(len(past))]
         return sum(w * n for w, n in zip(weights, past, strict=True)) / sum(weights)
+    if policy.memory is not None and policy.history != "window":
+        mean = 0.0
+        for i, n in enumerate(past, start=1):
+            mean += (n - mean) / min(i, policy.memory)
+        return mean
     used = past[-policy.span :] if policy.history == "window" else past
     return sum(used) / len(used)
 
@@ -213,6 +218,9 @@ HISTORY_POLICIES = {
     "ema": Policy(alpha=1.3, history="ema", decay=0.8),
     "window": Policy(alpha=1.3, history="window", span=4),
     "window of one": Policy(alpha=1.3, history="window", span=1, window=1),
+    "memory": Policy(alpha=1.3, memory=6),
+    "winsorized with a memory": Policy(alpha=1.3, history="winsorized", memory=5),
+    "exclude_triggered with a memory": Policy(alpha=1.3, history="exclude_triggered", max_freeze=3, memory=4),
     "rebased": Policy(alpha=1.3, rebase_at=(5, 6, 23)),
     "rebased at the first step": Policy(alpha=1.3, rebase_at=(1,)),
     "rebased ema": Policy(alpha=1.3, history="ema", rebase_at=(11,)),
@@ -239,7 +247,7 @@ def test_a_history_is_what_its_line_says(name: str, rows: int, monkeypatch: pyte
         np.testing.assert_allclose(fast.jump, jump, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["winsorized", "exclude_triggered", "ema", "window", "rebased"])
+@pytest.mark.parametrize("name", ["winsorized", "exclude_triggered", "ema", "window", "memory", "rebased"])
 def test_a_named_history_differs_from_the_paper_s(name: str) -> None:
     norms = np.exp(np.random.default_rng(1).normal(0, 0.6, (40, 5)))
     policy = HISTORY_POLICIES[name].replace(alpha_warmup=None)
@@ -251,6 +259,12 @@ def test_a_winsorized_history_sees_a_second_spike() -> None:
     norms = [1.0] * 20 + [100.0, 100.0]
     assert scores(*norms).ratio[-1, 0] < 20
     assert scores(*norms, history="winsorized").ratio[-1, 0] > 90
+
+
+def test_a_memory_follows_norms_that_wander_and_a_long_one_is_the_paper_s() -> None:
+    norms = [2.0 ** (t / 20) for t in range(200)]
+    assert scores(*norms, memory=10).ratio[-1, 0] < 1.5 < scores(*norms).ratio[-1, 0]
+    np.testing.assert_array_equal(scores(*norms, memory=200).ratio, scores(*norms).ratio)
 
 
 def test_an_excluded_history_gives_in_after_max_freeze() -> None:

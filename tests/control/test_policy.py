@@ -31,6 +31,7 @@ INVALID = {
     "max_nonfinite": [0, -1, 1.5, True, None],
     "history": ["mean", "", None, 3],
     "kappa": [0, -1.0, NAN, INF, None],
+    "memory": [0, -1, 1.5, True, "20"],
     "max_freeze": [0, 1.5, None],
     "decay": [0, 1, -0.5, 1.5, NAN, True, "0.9", None],
     "span": [0, 1.5, None],
@@ -117,6 +118,7 @@ def policies() -> st.SearchStrategy[Policy]:
         lock_steps=st.integers(0, 5),
         warmup=st.sampled_from(WARMUPS),
         history=st.sampled_from(HISTORIES),
+        memory=st.none() | st.integers(1, 99),
         rebase_at=st.lists(st.integers(1, 99), max_size=3).map(tuple),
         prefer_locked=st.booleans(),
         lock_growth=st.floats(1, 8),
@@ -159,8 +161,8 @@ def test_a_preset_is_its_row_of_the_paper(name: str) -> None:
     assert {key: getattr(policy, key) for key in row} == row
     if share is not None:
         assert policy.resolve(24, 100_000).warmup_steps == round(share * 100_000)
-    beyond = ("history", "rebase_at", "prefer_locked", "lock_growth", "replay_step", "window", "lock_steps", "eps")
-    assert all(getattr(policy, key) == getattr(Policy(), key) for key in beyond)
+    beyond = ("history", "memory", "rebase_at", "prefer_locked", "lock_growth", "replay_step")
+    assert all(getattr(policy, key) == getattr(Policy(), key) for key in (*beyond, "window", "lock_steps", "eps"))
 
 
 def test_a_constant_alpha_preset_has_no_threshold_warm_up() -> None:
@@ -182,7 +184,7 @@ def test_the_defaults_are_the_paper_s_two_stage_rule() -> None:
         False,
         1,
     )
-    assert (p.rebase_at, p.prefer_locked, p.replay_step) == ((), False, None)
+    assert (p.rebase_at, p.prefer_locked, p.replay_step, p.memory) == ((), False, None, None)
     assert p.resolve(84, 20_000) == (4, 500)
 
 

@@ -68,7 +68,7 @@ def assert_same(norms: np.ndarray, seen: np.ndarray | None, recoverable: np.ndar
         np.testing.assert_array_equal(getattr(found, name), wanted[name], err_msg=f"{name} under {policy}")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 3, 7, 1024]))
 def test_replay_is_the_paper_bit_for_bit(seed: int, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ def naive_summary(d: trimtab.Decisions, policy: Policy, recoverable: np.ndarray,
     """Section 6.9, counted with plain loops over the executed sets."""
     steps, units = d.high.shape
     executed = [opening.tolist(), *d.high[:-1].tolist()]
-    warm = d.limits.warmup_steps if policy.warmup == "high" else 0
+    warm = d.limits.warmup_steps if policy.warmup in ("high", "monitor") else 0
     ruled = range(warm, steps)
     out: dict[str, float] = {}
     out["promotion_ratio"] = sum(sum(executed[t]) for t in ruled) / max(len(ruled), 1) / max(recoverable.sum(), 1)
@@ -163,10 +163,10 @@ def naive_summary(d: trimtab.Decisions, policy: Policy, recoverable: np.ndarray,
             if t:
                 switches += executed[t][b] != executed[t - 1][b]
         nonfinite += any(math.isinf(r) for r in d.risk[t])
-        alarms += any(d.risk[t, b] > 1 and recoverable[b] for b in range(units))
+        alarms += t in ruled and any(d.risk[t, b] > 1 and recoverable[b] for b in range(units))
     out |= {"exceed_gnmr": over_alpha / (steps * units), "exceed_delta": over_beta / (steps * units)}
     out |= {"denied": denied, "switches_per_1k": 1000 * switches / steps, "nonfinite": nonfinite}
-    out |= {"false_alarms_per_1k": 1000 * alarms / steps, "steps": steps, "warmup_steps_high": min(warm, steps)}
+    out |= {"false_alarms_per_1k": 1000 * alarms / max(len(ruled), 1), "steps": steps, "warmup_steps": min(warm, steps)}
     return out | {"reruns": int(d.rerun.sum())}
 
 
@@ -207,12 +207,12 @@ def test_known_faults_are_no_false_alarms() -> None:
 @pytest.mark.parametrize("replay_step", [None, 4.0])
 @pytest.mark.parametrize("warmup", ["threshold", "high", "monitor"])
 def test_the_streamed_summary_is_the_whole_one_s(warmup: str, replay_step: float | None) -> None:
-    norms = np.exp(np.random.default_rng(2).normal(0, 0.8, (2500, 5)))
+    norms = np.exp(np.random.default_rng(2).normal(0, 0.8, (1300, 5)))
     policy = Policy(max_high=2, warmup=warmup, replay_step=replay_step)
     whole, streamed = trimtab.replay(norms, policy), trimtab.replay(norms, policy, keep="summary")
     assert streamed.summary() == whole.summary()
     np.testing.assert_array_equal(streamed.tally.median_ratios(), whole.tally.median_ratios())
-    quiet = np.arange(2500) % 2 == 0
+    quiet = np.arange(1300) % 2 == 0
     assert streamed.summary(quiet) == whole.summary(quiet)
     assert all(len(getattr(streamed, name)) == 0 for name in COLUMNS)
 

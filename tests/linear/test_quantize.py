@@ -215,6 +215,11 @@ def test_a_given_amax_may_be_one_number_for_all_groups_but_not_a_wrong_shape():
             fake_quant(x, "e2m1", group=group, amax=torch.ones(4))
 
 
+def test_a_given_amax_of_zero_means_scale_one():
+    x = torch.tensor([5.1, -0.3, 100.0])
+    assert fake_quant(x, "e2m1", amax=torch.zeros(1)).tolist() == [6.0, -0.5, 6.0]
+
+
 # Not up to the very top of FP32: there, rounding up to the next grid value may overflow.
 values = st.floats(-(2.0**126), 2.0**126, width=32, allow_subnormal=True)
 
@@ -267,6 +272,8 @@ def test_stochastic_rounding_repeats_with_its_generator_and_keeps_grid_points_an
     assert not torch.equal(a, c)
     points = torch.tensor(grid("e2m1")).repeat(1000, 1)
     assert torch.equal(fake_quant(points, "e2m1", rounding="stochastic"), points)
+    integers = torch.arange(128.0).repeat(20_000, 1)  # large codes, where code + noise would round up in FP32
+    assert torch.equal(fake_quant(integers, "int8", rounding="stochastic"), integers)
     x[0, 0] = math.nan
     assert fake_quant(x, "e2m1", rounding="stochastic")[0].isnan().all()
 

@@ -12,6 +12,7 @@ from trimtab.errors import TrimtabError
 from trimtab.linear import RECIPES, Cast, Gemm, Path, Recipe, convert_, fake_quant
 from trimtab.linear.hadamard import fixed_signs, rotate, unrotate
 from trimtab.linear.paths import ROLES
+from trimtab.linear.state import Call, PathState
 
 T, K, N = 40, 72, 56  # no multiple of 128 or 32: the last blocks are short
 
@@ -229,6 +230,22 @@ def test_quartet_groups_of_zeros_and_constants_stay_finite():
     assert run(module, x, g)["output"][1, 2].isnan().all()
 
 
+def test_fresh_signs_change_with_every_draw_and_role_and_fixed_ones_never():
+    quartet, nvidia = RECIPES["mxfp4"], RECIPES["nvfp4"]
+    device = torch.device("cpu")
+
+    def signs(recipe, role, draw, name="a"):
+        call = Call(recipe.low, PathState(recipe), name, draw=draw)
+        return tuple(call.signs(role, getattr(recipe.low, role), device).tolist())
+
+    fresh = [signs(quartet, role, draw) for role in ("grad_input", "grad_weight") for draw in range(4)]
+    assert len(set(fresh)) == 8
+    assert signs(quartet, "grad_input", 0) == fresh[0] != signs(quartet, "grad_input", 0, name="b")
+    fixed = {signs(nvidia, "grad_weight", draw, name) for draw in range(4) for name in "ab"}
+    assert len(fixed) == 1
+    assert set(fixed.pop()) == {-1.0, 1.0}
+
+
 # Signal to quantization noise in dB on Gaussian data: output, grad_input, grad_weight. None: exact.
 FLOORS = {
     ("saved4", "low"): (None, None, 18),
@@ -309,6 +326,31 @@ def test_the_low_path_under_autocast_casts_like_a_linear(name):
     assert torch.equal(x.grad, expected["grad_input"].float())
     assert torch.equal(module.weight.grad, expected["grad_weight"].float())
     assert torch.equal(module.bias.grad, expected["bias"].float())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_backward_inside_autocast_repeats_an_fp32_forward_in_fp32(name):
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        module, _, x, g = setup(name)
+        x.requires_grad_()
+        y = module(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y.backward(g)
+        results.append((x.grad, module.weight.grad, module.bias.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_roles_that_share_a_cast_but_not_a_rotation_do_not_share_the_operand():
+    cast = Cast("e2m1", (1, 16))
+    path = Path("mixed", output=Gemm(cast, cast), grad_weight=Gemm(None, cast, hadamard=16))
+    results = []
+    for low in (path, path.only("grad_weight")):
+        torch.manual_seed(0)
+        module, _, x, g = setup(Recipe(low, Path.plain()))
+        results.append(run(module, x, g)["grad_weight"])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -420,6 +420,15 @@ def test_a_fault_that_changes_nothing_changes_nothing(name):
     assert same(train(clean, 2), train(spied, 2))
 
 
+def test_without_gradients_only_the_operands_of_the_output_are_quantized():
+    model = nn.Sequential(nn.Linear(8, 6))
+    convert_(model, "nvfp4")
+    model[0].fault = spy = Spy()
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+    assert spy.seen == ["input", "weight", "output"]
+
+
 def test_an_output_fault_is_unknown_to_the_backward_and_a_gradient_fault_reaches_all_three_gradients():
     class Output(Spy):
         def grad_output(self, g):

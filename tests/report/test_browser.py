@@ -80,7 +80,7 @@ class Shown:
 @pytest.fixture(name="page", scope="module")
 def _page(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Any]) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "browser"
-    units = [EVIL, *(f"model.layers.{i}.mlp.{'long_' * 35}down_proj" for i in range(29))]
+    units = [EVIL, *(f"model.layers.{i}.mlp.{'long_' * 35}down_proj" for i in range(28)), "vec<b>x</b>"]
     faults = [{"unit": units[3], "kind": "scale", "start": 100, "width": 30}]
     make_run(
         folder, steps=300, units=units, config={"faults": faults, "note": "x" * 300, EVIL: EVIL},
@@ -132,7 +132,7 @@ def test_names_of_a_run_stay_text(browser: Any, page: Path) -> None:
     assert shown.ask("document.querySelectorAll('img').length") == 0
     assert EVIL in shown.ask("document.getElementById('offenders').textContent")
     labels = shown.ask("[...document.querySelectorAll('#plot-heat .ytick text')].map(t => t.textContent)")
-    assert any("<img src=x" in label or "onerror" in label for label in labels)
+    assert "vec<b>x</b>" in labels  # plotly would have made it bold
     assert all(len(label) <= 28 for label in labels)
     room = shown.ask(
         "[...document.querySelectorAll('#plot-heat .ytick text')].every(t => t.getBoundingClientRect().left >= "

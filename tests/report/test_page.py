@@ -137,21 +137,32 @@ def test_the_page_asks_for_nothing_from_outside(faulty: Path) -> None:
     assert "connect-src" not in policy
 
 
-def test_the_page_stays_small_for_many_units_steps_and_long_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_units", "steps"), [(500, 3000), (4000, 60)])
+def test_the_page_stays_small_for_many_units_steps_and_long_names(tmp_path: Path, num_units: int, steps: int) -> None:
     rng = np.random.default_rng(0)
-    units = ["m" * 190 + f".{i}" for i in range(500)]
-    with Recorder(tmp_path / "r") as recorder:
-        policy = Policy(max_high=5, warmup_steps=0)
-        recorder.open_trace(units, np.ones(500, bool), policy.to_dict(), 5, 0, None)
-        for step in range(1, 3001):
-            norms, high = rng.lognormal(0, 0.5, 500).astype(np.float32), rng.random(500) < 0.01
-            recorder.observe(step, norms, np.ones(500, bool), high, 1.0)
+    units = ["m" * 190 + f".{i}" for i in range(num_units)]
+    seen, config = (
+        np.ones(num_units, bool),
+        {f"key{i}": "x" * 3000 for i in range(40)} | {"many": dict.fromkeys("abc", 1)},
+    )
+    with Recorder(tmp_path / "r", run=config) as recorder:
+        policy = Policy(max_high=num_units, alpha=1.1, beta=None, alpha_warmup=None)
+        recorder.open_trace(units, seen, policy.to_dict(), num_units, 0, None)
+        for step in range(1, steps + 1):
+            norms, high = rng.lognormal(0, 0.5, num_units).astype(np.float32), rng.random(num_units) < 0.3
+            recorder.observe(step, norms, seen, high, 1.0)
             recorder.log(step, loss=rng.random(), eval_loss_high=rng.random(), eval_loss_low=rng.random())
     path = write_page(tmp_path / "r", tmp_path / "out" / "page.html")
     assert path == tmp_path / "out" / "page.html"
     size = path.stat().st_size
     assert size < 6_000_000
-    assert size - len(plotly.get_plotlyjs().encode()) < 1_100_000
+    assert size - len(plotly.get_plotlyjs().encode()) < 1_150_000
+    data = Parsed(path.read_text(encoding="utf-8")).data
+    shown = [data["units"][i] for i in data["heat"]["units"]]
+    assert len(shown) == min(num_units, 512)
+    assert [data["units"][i] for i in data["time"]["units"]] == sorted(
+        (data["units"][i] for i in data["time"]["units"]), key=units.index
+    )
 
 
 def nothing(folder: Path) -> None:
@@ -201,6 +212,15 @@ def test_every_kind_of_run_gives_a_meaningful_page(tmp_path: Path, make_run: Mak
     assert {i.removeprefix("plot-") for i in parsed.ids if i and i.startswith("plot-")} == panels
     assert words in parsed.text.replace("\xa0", " ")
     assert not re.search(r"\b(nan|inf)\b", parsed.text.lower())
+
+
+def test_a_loss_that_was_not_finite_breaks_the_line(tmp_path: Path) -> None:
+    losses = [5, None, None, 4, 3, None, 2]
+    lines = [json.dumps({"step": i + 1, "loss": loss}) + "\n" for i, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    loss = Parsed(render(read_run(tmp_path))).data["loss"]
+    assert loss["train"] == {"x": [1, 1, 4, 5, 5, 7], "y": [5, None, 4, 3, None, 2]}
+    assert loss["nonfinite"] == [2, 3, 6]
 
 
 def test_refusals_are_on_the_page(tmp_path: Path, make_run: Make) -> None:

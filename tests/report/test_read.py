@@ -2,6 +2,7 @@
 """The reader's claims: a torn tail costs only itself, and a foreign file is refused in one line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,31 @@ def test_a_broken_run_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[")
     with pytest.raises(TrimtabError, match=r"run.json must be one JSON object"):
         read_run(tmp_path)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "runs.md"
+
+
+def test_the_documented_snippets_run(tmp_path: Path, make_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "runs" / "a", steps=30)
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet, {})
+    assert (tmp_path / "runs" / "a" / "report.html").is_file()
+
+
+def test_the_document_names_every_key_and_column(tmp_path: Path, make_run: Any) -> None:
+    make_run(tmp_path / "r", steps=30)
+    text = DOCS.read_text()
+    with pa.OSFile(str(tmp_path / "r" / "trace.arrow")) as file:
+        table = pa.ipc.open_stream(file).read_all()
+    told = json.loads(table.schema.metadata[b"trimtab"])
+    run = read_run(tmp_path / "r")
+    logged = {key for line in run.metrics for key in line}
+    for key in [*table.column_names, *told, *run.info, *logged]:
+        assert f"`{key}`" in text, key
 
 
 def test_reading_and_reporting_load_no_torch() -> None:

@@ -135,6 +135,20 @@ def test_a_run_is_explained_by_its_own_replay(tmp_path: Path, make_run: Make) ->
     assert np.array_equal(block.refused[1:], decisions.denied[:-1])
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+def test_causes_and_refusals_cross_the_borders_of_blocks(tmp_path: Path, make_run: Make, rows: int) -> None:
+    make_run(tmp_path / "r", steps=200, units=8, noise=0.4)
+    trace = read_run(tmp_path / "r").trace
+    assert trace is not None
+    for acted in (True, False):
+        rules = rules_of(trace, acted=acted)
+        [whole] = passes(rules, replayed(rules, [trace]))
+        parts = list(passes(rules, replayed(rules, iter_trace(tmp_path / "r" / "trace.arrow", rows))))
+        assert whole.refused.any()
+        for name in ("steps", "ran", "why", "refused", "poisoned", "ruled"):
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name)), name
+
+
 def test_causes_by_hand() -> None:
     norms = np.ones((12, 3))
     norms[4, 0] = 10  # the ratio of u0 at step 5
@@ -155,7 +169,7 @@ def test_a_high_warm_up_is_counted_apart() -> None:
     high[:4] = True
     s = summarize(run_of(trace_of(np.ones((10, 3)), high, policy)))
     assert s.metrics["promotion_ratio"] == 0
-    assert s.metrics["warmup_steps_high"] == 4
+    assert s.metrics["warmup_steps"] == 4
     assert s.offenders == ()
 
 
@@ -221,13 +235,17 @@ def test_verdicts(tmp_path: Path, make_run: Make) -> None:
     assert summarize(run_of(None)).verdict.startswith("There is no trace in this folder")
 
 
-def test_a_full_budget_names_the_threshold_and_a_value_that_would_be_quiet(tmp_path: Path, make_run: Make) -> None:
+@pytest.mark.parametrize(("steps", "per"), [(600, 100), (2500, 1000)])
+def test_a_full_budget_names_the_threshold_and_a_value_that_would_be_quiet(
+    tmp_path: Path, make_run: Make, steps: int, per: int
+) -> None:
     low = Policy(max_high=1, alpha=0.8, beta=None, alpha_warmup=None)
-    make_run(tmp_path / "r", steps=600, units=12, noise=0.1, policy=low, act=False)
+    make_run(tmp_path / "r", steps=steps, units=12, noise=0.1, policy=low, act=False)
     verdict = summarize(tmp_path / "r").verdict
-    found = re.search(r"alpha 0.8 is too low for these norms; calibrated on this run it would be (\d+\.\d+)", verdict)
+    said = rf"alpha 0.8 is too low for these norms; ([\d.]+) would trigger on 1 quiet step in {per:,}\."
+    found = re.search(said, verdict)
     assert found, verdict
     trace = read_run(tmp_path / "r").trace
     assert trace is not None
-    again = replay(trace.norms, low.replace(alpha=float(found[1])))
-    assert again.alarmed[20:].mean() <= 1 / 1000
+    alarmed = [replay(trace.norms, low.replace(alpha=float(found[1]) - less)).alarmed[20:].mean() for less in (0, 0.03)]
+    assert alarmed[0] <= 1 / per < alarmed[1]  # this value, and hardly a lower one

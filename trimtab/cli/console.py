@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOTABLE = ("nonfinite", "rerun", "persistent", "budget_full")
 LINE_SECONDS = 5.0
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, emoji=False)
 
 
 class Display:

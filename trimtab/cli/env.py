@@ -44,13 +44,19 @@ def facts() -> dict[str, str]:
 
 
 def to_toml(values: dict[str, Any]) -> str:
-    """Settings as TOML that --config reads back; what is none is left out, with a remark."""
+    """Settings as TOML that --config reads back; what is none is written "none"."""
     lines = [_toml_line(key, value) for key, value in values.items() if key != "policy"]
     lines += ["", "[policy]"] + [_toml_line(key, value) for key, value in values["policy"].items()]
     return "\n".join(lines)
 
 
 def _toml_line(key: str, value: Any) -> str:
-    if value is None:
-        return f'{key} = "none"'
-    return f"{key} = {json.dumps(value)}"
+    return f"{key} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(_toml_line(key, item) for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return json.dumps("none" if value is None else value, ensure_ascii=False)

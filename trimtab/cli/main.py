@@ -42,7 +42,10 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
             raise
-        _fail(error.format_message(), 2)  # type: ignore[attr-defined]  (a usage error of the command-line parser)
+        message = error.format_message()  # type: ignore[attr-defined]  (a usage error of the command-line parser)
+        if message:
+            _fail(message, 2)
+        sys.exit(2)  # no verb: the parser has shown the help
 
 
 def _app(typer):

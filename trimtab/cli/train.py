@@ -35,9 +35,10 @@ def run(
     settings = load_settings(config, set_ or ())
     if seed is not None:
         settings["seed"] = seed
-    Config.from_dict(settings)  # refuse bad settings before torch is loaded
     if resume and force:
         raise TrimtabError("--resume continues a run and --force replaces it: give one of them")
+    if not resume:  # a resumed run's are checked together with its stored ones
+        Config.from_dict(settings)  # refuse bad settings before torch is loaded
 
     from trimtab.lab.train import train
 

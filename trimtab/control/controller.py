@@ -122,7 +122,7 @@ class Controller:
             recorder.open_trace(
                 list(self.names),
                 recoverable=self._recoverable,
-                policy=self.policy.to_dict(),
+                policy=self._policy_now().to_dict(),  # what a replay of the rows must use
                 max_high=self.limits.max_high,
                 warmup_steps=self.limits.warmup_steps,
                 total_steps=total_steps,
@@ -131,7 +131,7 @@ class Controller:
     def _reset(self) -> None:
         self._state = State.fresh(self._recoverable, self.policy, self.limits)
         self._tally = Tally(self._recoverable, self._state.ledger.high, self.policy, self.limits)
-        self._narrator = Narrator(self.names, self.policy, self.limits)
+        self._narrator = Narrator(self.names, self.policy, self.limits, acting=self.mode == "act")
         self._set_plan(0)
 
     @property
@@ -225,8 +225,9 @@ class Controller:
         mask = self._state.ledger.high.copy()
         mask.setflags(write=False)
         self.plan = Plan(step, self.names, mask, nonfinite, rerun)
+        self._held = self._paused
         if self.mode == "act":
-            act.apply(self.units, mask & (not self._paused))
+            act.apply(self.units, mask & (not self._held))
 
     def _record(
         self, verdict: Verdict, norms: np.ndarray, seen: np.ndarray, ran: np.ndarray, total: float, events: list[Event]
@@ -253,6 +254,8 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to decide identically: plain values and tensors, by unit name."""
+        if self.mode == "off":
+            return {}
         state = self._state
         return {
             "version": STATE_VERSION,
@@ -261,6 +264,7 @@ class Controller:
             "step": state.step,
             "again": state.again,
             "paused": self._paused,
+            "held": self._held,
             "bad_steps": self._bad_steps,
             "history": to_tensors(state.history._asdict()),
             "ledger": to_tensors(state.ledger._asdict()),
@@ -275,6 +279,7 @@ class Controller:
             return
         if not state_dict:
             warnings.warn("the checkpoint holds no controller state: starting with a fresh history", stacklevel=2)
+            self._reset()
             return
         check_state(state_dict, self.names, self.policy)
         order = [list(state_dict["units"]).index(name) for name in self.names]
@@ -285,9 +290,11 @@ class Controller:
         by_unit = {name: column(tally[name], order, axis=0) for name in ("ratios", "executed", "last")}
         self._tally.load_state_dict({"counts": tally["counts"], **by_unit})
         self._narrator.load_state_dict(state_dict["narrator"])
-        self._paused, self._bad_steps = bool(state_dict["paused"]), int(state_dict["bad_steps"])
+        self._bad_steps = int(state_dict["bad_steps"])
         load_path_states(self.units, state_dict["paths"])
+        self._paused = bool(state_dict["held"])  # a pause not yet in force must not reach into the step under way
         self._set_plan(self._state.step)
+        self._paused = bool(state_dict["paused"])
 
 
 def _resolve_mode(mode: str) -> str:

@@ -23,8 +23,8 @@ LOOK_BACK = 200  # steps over which the pressure on the budget is judged
 class Narrator:
     """Turns decisions into events; remembers just enough to say each thing once."""
 
-    def __init__(self, names: tuple[str, ...], policy: Policy, limits: Limits) -> None:
-        self._names, self._policy, self._limits = names, policy, limits
+    def __init__(self, names: tuple[str, ...], policy: Policy, limits: Limits, *, acting: bool = True) -> None:
+        self._names, self._policy, self._limits, self._acting = names, policy, limits, acting
         shape = (LOOK_BACK, len(names))
         self._ratios, self._jumps = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
         self._full = np.zeros(LOOK_BACK, bool)
@@ -78,7 +78,8 @@ class Narrator:
             "nonfinite",
             guilty[0] if guilty else None,
             "nonfinite",
-            message=f"the gradient is not finite ({where}): the optimizer step is skipped",
+            message=f"the gradient is not finite ({where})"
+            + (": the optimizer step is skipped" if self._acting else ""),
         )
 
     def _persistent(self, step: int, b: int) -> Event:
@@ -91,17 +92,22 @@ class Narrator:
 
     def _budget(self, step: int, verdict: Verdict, num_high: int) -> list[Event]:
         row = self._passes % LOOK_BACK
-        self._ratios[row], self._jumps[row] = verdict.risk.ratio[0], verdict.risk.jump[0]
+        with np.errstate(over="ignore"):
+            self._ratios[row], self._jumps[row] = verdict.risk.ratio[0], verdict.risk.jump[0]
         self._full[row] = 0 < self._limits.max_high <= num_high
         self._passes += 1
         if self._told_full or self._passes < LOOK_BACK or int(self._full.sum()) * 2 <= LOOK_BACK:
             return []
+        usual = self._ratios[np.isfinite(self._ratios) & (self._ratios > 0)]
+        if not usual.size:
+            return []  # nothing but broken or dead units: no threshold would help
         self._told_full = True
-        finite = self._ratios[np.isfinite(self._ratios)]
+        whole = np.isfinite(self._ratios).any(axis=1)
         share = 0.001 if self._policy.beta is None else 0.0005
-        alpha = quiet_level(without_outliers(self._ratios), share)
-        beta = "" if self._policy.beta is None else f", beta={quiet_level(without_outliers(self._jumps), share):.3g}"
-        median = float(np.median(finite))
+        alpha = quiet_level(without_outliers(self._ratios[whole]), share)
+        jumps = without_outliers(self._jumps[whole])
+        beta = "" if self._policy.beta is None else f", beta={quiet_level(jumps, share):.3g}"
+        median = float(np.median(usual))
         text = (
             f"the budget was full on {int(self._full.sum())} of the last {LOOK_BACK} steps. The median ratio here is "
             f"{median:.2f}, so alpha={self._policy.alpha:g} asks for {self._policy.alpha / median:.2f} times a unit's "

@@ -272,7 +272,7 @@ PRESETS: dict[str, Policy] = {
         beta=3.0,
         history="winsorized",
         memory=20,
-        lock_steps=2,
+        lock_steps=4,
         lock_growth=2.0,
     ),
 }

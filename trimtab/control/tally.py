@@ -3,7 +3,8 @@
 
 The names are the paper's, the definitions ours (it gives none). All count *executed* sets: what was selected
 from step t runs high in step t + 1, so the first step executes the opening set and the last selection has not
-run yet. Steps of a `high` warm-up are left out of the promotion ratio and shown apart.
+run yet. Steps of a `high` or `monitor` warm-up, in which nothing is decided, are left out of the alarms, the promotion
+ratio and the budget, and shown apart.
 
     false_alarms_per_1k   steps on which any unit triggered, per 1,000 quiet steps
     promotion_ratio       unit-steps that ran high, over all unit-steps of recoverable units
@@ -38,6 +39,8 @@ class Tally:
         self._recoverable, self._policy, self._limits = recoverable, policy, limits
         self.executed = executed.copy()  # the set that runs in the coming step, as planned
         self.last = executed.copy()  # the set that ran last
+        # Nothing is decided during a `high` or `monitor` warm-up, so its steps are shown apart.
+        self._unruled = limits.warmup_steps if policy.warmup in ("high", "monitor") else 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self.ratios = np.zeros((len(recoverable), BINS), np.int64)
 
@@ -51,10 +54,9 @@ class Tally:
         if ran is None:
             ran = np.concatenate([self.executed[None], verdict.choice.high])[:-1]
         entered = np.concatenate([self.last[None], ran])
-        triggered: Bools = np.any((risk > 1) & self._recoverable, axis=1)
         finite = np.isfinite(ratio)
-        warm = self._policy.warmup == "high"
-        ruled = verdict.steps > self._limits.warmup_steps if warm else np.ones(len(ran), bool)
+        ruled = verdict.steps > self._unruled
+        triggered: Bools = np.any((risk > 1) & self._recoverable, axis=1) & ruled
         sizes = ran.sum(axis=1)
         counts, beta = self.counts, self._policy.beta
         counts["steps"] += len(ran)
@@ -88,9 +90,9 @@ class Tally:
         """The metrics, false alarms first; `quiet` and `alarmed` (T,) narrow them to steps without a known fault."""
         c, num_units = self.counts, int(self._recoverable.sum())
         steps, ruled = max(c["steps"], 1), max(c["ruled_steps"], 1)
-        alarms, quiet_steps = c["alarms"], c["steps"]
+        alarms, quiet_steps = c["alarms"], c["ruled_steps"]
         if quiet is not None and alarmed is not None:
-            alarms, quiet_steps = int((alarmed & quiet).sum()), int(quiet.sum())
+            alarms, quiet_steps = int((alarmed & quiet).sum()), int(quiet[self._unruled :].sum())
         return {
             "false_alarms_per_1k": 1000 * alarms / max(quiet_steps, 1),
             "promotion_ratio": c["high"] / (ruled * max(num_units, 1)),
@@ -103,7 +105,7 @@ class Tally:
             "reruns": c["reruns"],
             "median_ratio": _median(self.ratios.sum(axis=0)),
             "steps": c["steps"],
-            "warmup_steps_high": c["steps"] - c["ruled_steps"],
+            "warmup_steps": c["steps"] - c["ruled_steps"],
         }
 
     def state_dict(self) -> dict[str, Any]:

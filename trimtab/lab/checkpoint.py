@@ -46,8 +46,9 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that can be read, or None; an unreadable one is passed over with a warning."""
-    for _, path in reversed(_list(folder)):
+    """The newest checkpoint that can be read, None if there is none; unreadable ones are passed over with a warning."""
+    found = _list(folder)
+    for _, path in reversed(found):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
@@ -56,6 +57,8 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         if not isinstance(state, dict) or not {"step", "model", "optimizer", "offsets", "config"} <= set(state):
             raise TrimtabError(f"{path} is not a checkpoint of trimtab train: move it away, or start a new folder")
         return path, state
+    if found:  # starting over would remove them, and what they stand for
+        raise TrimtabError(f"none of the {len(found)} checkpoints in {folder} can be read: restore one, or use --force")
     return None
 
 

@@ -58,7 +58,7 @@ class Config:
     path: str = "plan"
     """`plan` (the controller decides), or every unit on `high` or on `low`, whatever the plan says."""
     optimizer: str = "adamw"
-    lr: float = 4e-3
+    lr: float = 2e-3
     """Peak learning rate: linear warm-up over the first tenth of the steps, then cosine to a tenth of the peak."""
     weight_decay: float = 0.0
     steps: int = 600
@@ -111,8 +111,14 @@ class Config:
         _require(
             self.clip is None or (_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
         )
+        _require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
         for name in ("model", "data", "recipe", "optimizer", "device"):
-            _require(isinstance(getattr(self, name), str), f"{name} must be text", getattr(self, name))
+            value = getattr(self, name)
+            _require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
+        for name in ("roles", "tokenizer"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
+        _require(isinstance(self.checkpointing, bool), "checkpointing must be true or false", self.checkpointing)
         patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
         _require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
         if self.recipe == "none" and self.mode == "act":
@@ -141,9 +147,7 @@ class Config:
             if key not in known:
                 raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")
         values = {**values, "recipe": "none"} if values.get("recipe", "") is None else dict(values)
-        policy = values.get("policy", {})
-        if not isinstance(policy, Mapping):
-            raise TrimtabError(f"policy must be a table of settings such as policy.alpha=2, got {policy!r}")
+        _table(values)
         return cls(**values)
 
 
@@ -156,7 +160,7 @@ def load_settings(config: str | Path | None = None, sets: Sequence[str] = ()) ->
         if not equals or not key:
             raise TrimtabError(f"a setting is written key=value, got {pair!r}")
         if key.startswith("policy."):
-            settings["policy"] = {**settings.get("policy", {}), key.removeprefix("policy."): parse_value(text)}
+            settings["policy"] = {**_table(settings), key.removeprefix("policy."): parse_value(text)}
         else:
             settings[key] = parse_value(text)
     return settings
@@ -191,10 +195,18 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise TrimtabError(f"a config must be a table of settings, {path} holds a {type(values).__name__}")
     dotted = [key for key in values if isinstance(key, str) and key.startswith("policy.")]
     for key in dotted:  # a file may write policy.alpha as well
-        values["policy"] = {**values.get("policy", {}), key.removeprefix("policy."): values.pop(key)}
+        values["policy"] = {**_table(values), key.removeprefix("policy."): values.pop(key)}
     if isinstance(values.get("policy"), dict):
         values["policy"] = {key: _none(value) for key, value in values["policy"].items()}
     return {key: _none(value) for key, value in values.items()}
+
+
+def _table(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The policy's settings."""
+    policy = settings.get("policy", {})
+    if not isinstance(policy, Mapping):
+        raise TrimtabError(f"policy must be a table of settings such as policy.alpha=2, got {policy!r}")
+    return policy
 
 
 def _none(value: Any) -> Any:
@@ -216,7 +228,7 @@ def _read_yaml(path: Path, text: str) -> Any:
 def _hint(key: str, known: Sequence[str]) -> str:
     if key in {f.name for f in dataclasses.fields(Policy)} | {"preset"}:
         return f"did you mean policy.{key}?"
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(str(key), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(known)}"
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.control.record import TRACE
 from trimtab.control.selections import RandomUnits
 from trimtab.lab.train import Result, Watcher, train
 from trimtab.report.read import read_run, read_trace
@@ -47,11 +48,14 @@ class Outcome:
 
     def sentence(self) -> str:
         """The result as one sentence a person can repeat."""
+        control = self.results["control"]
+        again = f"{control.summary['reruns']:.0f} of {control.steps} batches ran twice"
         right = "right" if self.blamed == self.windows else f"right in {self.blamed} of {self.windows} windows"
         right = "wrong" if self.blamed == 0 else right
         return (
             f"Control closed {self.closed_control:.0%} of the damage, random units {self.closed_random:.0%}; "
-            f"{self.promotion:.1%} of unit-steps ran high; the blamed unit was {right}; the faults were injected."
+            f"{self.promotion:.1%} of unit-steps ran high and {again}; "
+            f"the blamed unit was {right}; the faults were injected."
         )
 
 
@@ -65,12 +69,18 @@ def run_demo(
         if arm in ("high", "low"):
             chosen |= {"mode": "observe", "path": arm}
         if arm == "random":
-            trace = read_trace(results["control"].folder / "trace.arrow")
-            counts = trace.high.sum(axis=1).tolist()
-            selection = RandomUnits(counts, trace.recoverable, seed=int(settings.get("seed", 0)))
+            chosen["policy"] = {**settings.get("policy", {}), "replay_step": None}  # it has nothing to run again for
+            selection = _random_like(results["control"].folder, seed=int(settings.get("seed", 0)))
         with watch(arm) as watcher:
             results[arm] = train(chosen, out / arm, force=force, watcher=watcher, selection=selection)
     return _compare(results)
+
+
+def _random_like(folder: Path, *, seed: int) -> RandomUnits:
+    """Random units, as many in each step as a run had high in it (in its last pass, where it ran a batch again)."""
+    trace = read_trace(folder / TRACE)
+    last = np.flatnonzero(np.append(trace.steps[1:] != trace.steps[:-1], True))
+    return RandomUnits(trace.high[last].sum(axis=1).tolist(), trace.recoverable, seed=seed)
 
 
 def _compare(results: dict[str, Result]) -> Outcome:

@@ -164,7 +164,7 @@ class FaultWindow:
         return cls.from_dict(fields)
 
 
-Windows = str | FaultWindow | Mapping[str, Any] | Iterable["str | FaultWindow | Mapping[str, Any]"]
+Windows = str | FaultWindow | Mapping[str, Any] | Iterable["str | FaultWindow | Mapping[str, Any]"] | None
 
 
 def parse_faults(windows: Windows) -> tuple[FaultWindow, ...]:
@@ -175,6 +175,10 @@ def parse_faults(windows: Windows) -> tuple[FaultWindow, ...]:
         return (windows,)
     if isinstance(windows, Mapping):
         return (FaultWindow.from_dict(windows),)
+    if windows is None:
+        return ()
+    if not isinstance(windows, Iterable):
+        raise TrimtabError(f'faults are text such as "unit:kind:start=N", windows, or a list of these, got {windows!r}')
     return tuple(window for entry in windows for window in parse_faults(entry))
 
 

@@ -17,6 +17,7 @@ continued past it goes on at the final rate.
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +30,14 @@ from trimtab.control.controller import Controller
 from trimtab.control.record import CHECKPOINTS, RUN, Recorder
 from trimtab.control.selections import Selection
 from trimtab.control.values import Event, Plan
-from trimtab.errors import TrimtabError
+from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, eval_batches, load_corpus
-from trimtab.lab.faults import Faults, parse_faults
+from trimtab.lab.faults import Faults, Windows, parse_faults
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.linear.convert import ConvertReport, convert_
+from trimtab.linear.linear import load_path_state, path_state
 from trimtab.linear.paths import Recipe
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -119,7 +121,6 @@ class Run:
     """
 
     recorder: Recorder
-    controller: Controller
 
     def __init__(self, config: Config, watcher: Watcher, selection: Selection | None = None) -> None:
         self.config, self.watcher, self.selection = config, watcher, selection
@@ -130,12 +131,17 @@ class Run:
         self.report = None if config.recipe == "none" else _convert(self.model, config)
         self.seq = self.model.config.max_seq
         self.sampler = Sampler(self.corpus.train, batch=config.batch, seq=self.seq, seed=config.seed)
+        eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
         if config.optimizer not in OPTIMIZERS:
             raise TrimtabError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), config)
-        self.faults = Faults(self.model, config.faults) if parse_faults(config.faults) else None
+        self.faults = self._bind(config.faults)
         self.step, self.last_step = 0, config.steps
         self.tokens_per_step = config.batch * config.accumulate * self.seq
+        self.controller = self._control(None)  # refuses what it cannot control before a folder is touched
+
+    def _bind(self, windows: Windows) -> Faults | None:
+        return Faults(self.model, windows) if parse_faults(windows) else None
 
     def describe(self) -> dict[str, Any]:
         """What run.json keeps: the settings, each fault window written out, and what identifies the text."""
@@ -146,7 +152,10 @@ class Run:
     def record(self, recorder: Recorder) -> None:
         """Take a run folder, and start the controller."""
         self.recorder = recorder
-        self.controller = Controller(
+        self.controller = self._control(recorder)
+
+    def _control(self, recorder: Recorder | None) -> Controller:
+        return Controller(
             self.model,
             self.config.build_policy(),
             mode=self.config.mode,
@@ -228,6 +237,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "controller": self.controller.state_dict(),
+            "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
             "faults": None if self.faults is None else self.faults.state_dict(),
             "rng": torch.get_rng_state(),
             "offsets": self.recorder.offsets(),
@@ -235,19 +245,33 @@ class Run:
         checkpoint.save(self.recorder.folder / CHECKPOINTS, self.step, state)
 
     def check(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of other text or of another model, before anything is changed."""
+        """Refuse a checkpoint of other text, another model or other settings, before anything is changed."""
         if state["data"] != self.corpus.sha256:
             raise TrimtabError(
                 f"{path} was trained on other text (sha256 {state['data'][:12]}, now {self.corpus.sha256[:12]}): "
                 "give the same data; the standard library's text differs between Python versions"
             )
         checkpoint.check_model(self.model, state["model"], path)
+        ours, theirs = _comparable(self.config), _comparable(Config.from_dict(state["config"]))
+        for key, value in theirs.items():
+            if value != ours[key]:
+                raise TrimtabError(
+                    f"{path} is of another run: {key} was {value!r} there and is {ours[key]!r} here; "
+                    "move it away, or start a new folder"
+                )
+
+    def check_faults(self, windows: Windows) -> None:
+        """Refuse other faults than the run has; globs are compared by what they name in this model."""
+        ours, theirs = ([] if f is None else [str(w) for w in f.windows] for f in (self.faults, self._bind(windows)))
+        if ours != theirs:
+            raise _changed("faults", ours, theirs)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.controller.load_state_dict(state.get("controller"))
+        self.controller.load_state_dict(state["controller"])
+        load_path_state(self.model, state["paths"])
         if self.faults is not None:
             self.faults.load_state_dict(state["faults"])
         torch.set_rng_state(state["rng"])
@@ -278,6 +302,7 @@ def train(
     if state is not None and int(state["step"]) >= steps:
         return _finished(out, state)
     run = Run(config, watcher, selection)
+    run.check_faults(settings.get("faults", config.faults))
     if path is None or state is None:
         run.record(Recorder(out, run=run.describe(), force=force or stored is not None))
     else:
@@ -334,24 +359,35 @@ def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], s
     A resumed run keeps its stored settings, its `steps` included, which fix the learning rate and the warm-up; a
     larger `steps` only moves the end.
     """
-    wanted = Config.from_dict({**(stored or {}), **given})
     if stored is None:
+        wanted = Config.from_dict(given)
         return wanted, wanted.steps
     config = Config.from_dict(stored)
+    policy = given.get("policy", {})
+    policy = {**config.policy, **policy} if isinstance(policy, Mapping) else policy
+    wanted = config.replace(**{**given, "policy": policy})
     steps = max(config.steps, steps or 0)
-    ours, theirs = config.to_dict(), wanted.to_dict()
-    for settings in (ours, theirs):
-        settings["faults"] = [str(one) for window in parse_faults(settings["faults"]) for one in window.expanded()]
-        settings["policy"] = (config if settings is ours else wanted).build_policy().to_dict()
+    ours, theirs = _comparable(config), _comparable(wanted)
     for key, value in theirs.items():
-        if value != ours[key] and key != "steps":
-            raise TrimtabError(
-                f"a resumed run keeps its settings: {key} was {ours[key]!r} and is now {value!r}; "
-                "leave it out, or start a new folder"
-            )
+        if value != ours[key]:
+            raise _changed(key, ours[key], value)
     if "steps" in given and wanted.steps < steps:
         raise TrimtabError(f"a resumed run may only get longer: steps was {steps} and is now {wanted.steps}")
     return config, max(steps, wanted.steps)
+
+
+def _comparable(config: Config) -> dict[str, Any]:
+    """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
+    settings = {key: value for key, value in config.to_dict().items() if key not in ("steps", "faults", "policy")}
+    settings |= {f"policy.{key}": value for key, value in config.build_policy().to_dict().items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+
+
+def _changed(key: str, before: object, now: object) -> TrimtabError:
+    return TrimtabError(
+        f"a resumed run keeps its settings: {key} was {before!r} and is now {now!r}; "
+        "leave it out, or start a new folder"
+    )
 
 
 def _finished(folder: Path, state: Mapping[str, Any]) -> Result:
@@ -385,4 +421,12 @@ def _convert(model: Decoder, config: Config) -> ConvertReport:
     recipe = Recipe.named(config.recipe)
     if config.roles is not None:
         recipe = recipe.only(*(role.strip() for role in config.roles.split(",")))
-    return convert_(model, recipe, unit=config.unit, backend=config.backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        try:
+            return convert_(model, recipe, unit=config.unit, backend=config.backend)
+        except NoEffectWarning:
+            raise TrimtabError(
+                f"a unit pattern must match a linear such as blocks.0.attn.q, got unit={config.unit!r}, which matches "
+                "none: there is nothing to convert"
+            ) from None

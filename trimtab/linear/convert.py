@@ -6,8 +6,8 @@
 references go on pointing at the same objects, and there is no second copy of any weight.
 
 Covered are linears of exactly the type `nn.Linear`. Left alone, each with its reason in the report: the output
-head, `lora_*` adapters, subclasses of `nn.Linear` (what they compute is not known), what `filter_fn` refuses,
-what no unit pattern matches, and what is converted already.
+head, the routers of mixtures (DeepSeek-V3 keeps both high), `lora_*` adapters, subclasses of `nn.Linear` (what they
+compute is not known), what `filter_fn` refuses, what no unit pattern matches, and what is converted already.
 
 A linear wrapped by an adapter layer (peft: `...q_proj.base_layer`) belongs to the unit `...q_proj`, and the signal
 of that unit is the whole wrapper: the base is frozen, the gradients are on the adapters.
@@ -24,7 +24,7 @@ from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.linear.linear import SwitchLinear, switch_linears
 from trimtab.linear.paths import Recipe
 from trimtab.linear.recipes import build
-from trimtab.modules import output_head
+from trimtab.modules import is_router, output_head
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -138,6 +138,8 @@ def _candidates(
             skipped[path] = "already converted"
         elif module is head:
             skipped[path] = "output head"
+        elif is_router(path, modules):
+            skipped[path] = "router"
         elif any(part.startswith("lora_") for part in path.split(".")):
             skipped[path] = "LoRA adapter"
         elif type(module) is not nn.Linear:

@@ -55,7 +55,8 @@ function base(height, yaxis) {
     height, margin: margins(), showlegend: false, shapes, hovermode: "closest", dragmode: narrow() ? false : "zoom",
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: getComputedStyle(document.body).fontFamily, color: css("ink") },
     hoverlabel: { bgcolor: css("card"), bordercolor: css("line"), font: { color: css("ink"), size: 13 } },
-    xaxis: { ...axis, range: D.range, showgrid: false, ticks: "outside", tickcolor: css("line"), ticklen: 4, tickformat: ",d", nticks: narrow() ? 5 : 9 },
+    xaxis: { ...axis, range: D.range, showgrid: false, ticks: "outside", tickcolor: css("line"), ticklen: 4, tickformat: ",~f", nticks: narrow() ? 5 : 9,
+      ...(D.range[1] - D.range[0] < 6 ? { dtick: 1 } : {}) },
     yaxis: { ...axis, ...names, ...yaxis },
   };
 }
@@ -133,13 +134,14 @@ function timeline() {
 }
 
 function budget() {
-  const x = D.high.map((_, i) => D.first + i * D.width), top = Math.max(D.max_high, ...D.high, 1), traces = [];
-  x.push(D.last + 1);  // so that the last column has a width
-  const extend = y => [...y, y[y.length - 1]], step = { type: "scatter", mode: "lines", x };
+  const x = D.high.map((_, i) => D.first + i * D.width - .5), top = Math.max(D.max_high, ...D.high, 1), traces = [];
+  const customdata = x.map(edge => edge + .5);
+  x.push(D.last + .5);  // so that the last column has a width
+  const extend = y => [...y, y[y.length - 1]], step = { type: "scatter", mode: "lines", x, customdata };
   if (D.asked.some((n, i) => n > D.high[i])) {
-    traces.push({ ...step, y: extend(D.asked), line: { shape: "hv", width: 1, color: css("jump") }, hovertemplate: "from step %{x:,d}<br>%{y} asked<extra></extra>" });
+    traces.push({ ...step, y: extend(D.asked), line: { shape: "hv", width: 1, color: css("jump") }, hovertemplate: "from step %{customdata:,d}<br>%{y} asked<extra></extra>" });
   }
-  traces.push({ ...step, y: extend(D.high), fill: "tozeroy", fillcolor: css("locked"), line: { shape: "hv", width: 1, color: css("locked") }, hovertemplate: "from step %{x:,d}<br>%{y} high<extra></extra>" });
+  traces.push({ ...step, y: extend(D.high), fill: "tozeroy", fillcolor: css("locked"), line: { shape: "hv", width: 1, color: css("locked") }, hovertemplate: "from step %{customdata:,d}<br>%{y} high<extra></extra>" });
   const layout = base(narrow() ? 120 : 130, { range: [0, top * 1.35 + .2], fixedrange: true, nticks: 4, tickformat: ",d" });
   if (D.max_high) layout.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: D.max_high, y1: D.max_high, line: { color: css("mark"), width: 1.3, dash: "dash" } });
   return { traces, layout };

@@ -29,9 +29,11 @@ from trimtab.report.passes import CAUSES, DecisionsLike, Passes, given, passes, 
 from trimtab.report.pool import Pool, curve
 from trimtab.report.read import Run, Scan, Trace, iter_trace, read_run, scan_trace
 from trimtab.report.summary import Counts, Summary, eval_keys, known_faults
+from trimtab.report.verdict import plural
 
 MAX_FAULTS = 200
 MAX_MARKS = 300
+MAX_EVALS = 8
 MEAN_FROM = 1000
 """Losses from which on their mean is drawn, too."""
 
@@ -112,8 +114,14 @@ def _data(run: Run, scan: Scan | None, pool: Pool | None, summary: Summary) -> d
     data: dict[str, Any] = {"range": [first - 0.5, last + 0.5], "loss": loss, "last": last, "causes": CAUSES}
     data["faults"] = known_faults(run.config)[:MAX_FAULTS]
     if scan is not None and pool is not None:
-        data |= {"first": pool.first, "width": pool.width, "units": scan.header.units, "heat": pool.heatmap()}
-        data |= {"time": pool.timeline(), "high": pool.num_high.tolist(), "asked": pool.num_asked.tolist()}
+        heat, time = pool.heatmap(), pool.timeline()
+        shown = sorted({*heat["units"], *time["units"]})  # a model may have thousands of units: send the names in use
+        place = {unit: index for index, unit in enumerate(shown)}
+        for figure in (heat, time):
+            figure["units"] = [place[unit] for unit in figure["units"]]
+        data |= {"units": [scan.header.units[unit] for unit in shown], "heat": heat, "time": time}
+        data |= {"first": pool.first, "width": pool.width}
+        data |= {"high": pool.num_high.tolist(), "asked": pool.num_asked.tolist()}
         data |= {"max_high": summary.max_high, "acted": summary.acted, "last": scan.last_step}
     return data
 
@@ -129,14 +137,14 @@ def _loss_data(run: Run) -> dict[str, Any]:
         else marks
     )
     evals = []
-    for key in eval_keys(run):
+    for key in eval_keys(run)[:MAX_EVALS]:
         x, y = run.column(key)
         series = _series(x[np.isfinite(y)], y[np.isfinite(y)])
         if series:
             evals.append({"name": key, **series})
     low, high = (values[fine].min(), values[fine].max()) if fine.any() else (1.0, 1.0)
     wide = bool(low > 0 and high / low > 50)
-    train, mean = _series(steps[fine], values[fine]), _means(steps[fine], values[fine])
+    train, mean = _series(steps[fine], values[fine], steps[~fine]), _means(steps[fine], values[fine])
     return {"train": train, "mean": mean, "evals": evals, "nonfinite": marks.tolist(), "log": wide}
 
 
@@ -148,18 +156,24 @@ def _means(x: np.ndarray, y: np.ndarray) -> dict[str, list] | None:
     return {"x": [round(float(p.mean()), 1) for p in parts_x], "y": [float(f"{p.mean():.6g}") for p in parts_y]}
 
 
-def _series(x: np.ndarray, y: np.ndarray) -> dict[str, list] | None:
+def _series(x: np.ndarray, y: np.ndarray, gaps: np.ndarray | None = None) -> dict[str, list] | None:
+    """A pooled curve; its line is broken where `gaps` (steps in order) lie between two points."""
     if not len(x):
         return None
     x, y = curve(x, y)
-    return {"x": x.tolist(), "y": [float(f"{value:.6g}") for value in y]}
+    xs: list[int] = x.tolist()
+    ys: list[float | None] = [float(f"{value:.6g}") for value in y]
+    for at in np.flatnonzero(np.diff(np.searchsorted(gaps, x)))[::-1] + 1 if gaps is not None and len(gaps) else ():
+        xs.insert(at, xs[at - 1])
+        ys.insert(at, None)
+    return {"x": xs, "y": ys}
 
 
 def _notes(run: Run, scan: Scan | None, pool: Pool | None, summary: Summary) -> Iterable[str]:
     """What a reader must know before believing the figures."""
     if summary.num_passes:
-        limits = f"at most {summary.max_high} of {summary.num_recoverable} units high at once"
-        yield f"{summary.num_passes:,} passes over {summary.num_units:,} units, {limits}."
+        limits = f"at most {summary.max_high} of {summary.num_recoverable} high at once"
+        yield f"{plural(summary.num_passes, 'pass', 'passes')} over {plural(summary.num_units, 'unit')}, {limits}."
     if scan is not None and scan.rows and scan.first_step > 1:
         yield f"The recording starts at step {scan.first_step:,}; the units' histories before it are not in the trace."
     if pool is not None and pool.width > 1:

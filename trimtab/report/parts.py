@@ -16,6 +16,8 @@ from trimtab.report.summary import Offender, Summary
 from trimtab.report.verdict import percent
 
 TABLE_ROWS = 25
+KEEP_ROWS = 200
+FACT_ROWS = 300
 HINTS = {
     "heat": "Point at a cell to read it."
     '<span class="wide"> Drag in any figure to zoom all, double-click to go back.</span>',
@@ -34,7 +36,7 @@ MEANINGS = {
     "nonfinite": "steps with a norm that was not finite",
     "reruns": "passes that were dropped and run again",
     "median_ratio": "median of all ratios: what alpha is held against in this run",
-    "warmup_steps_high": "steps of a warm-up in which everything ran high, counted apart",
+    "warmup_steps": "steps of a warm-up in which nothing is decided, counted apart",
 }
 SHARES = ("promotion_ratio", "hit_maxO", "exceed_gnmr", "exceed_delta")
 LIMITS = (
@@ -96,7 +98,7 @@ def plots(data: Mapping[str, Any], s: Summary) -> str:
     if any(data["loss"][key] for key in ("train", "evals", "nonfinite")):
         panels.append(_panel("loss", "Loss", "", _loss_keys(data["loss"]) + _fault_key(data)))
     if "heat" in data:
-        shown, total = len(data["heat"]["units"]), len(data["units"])
+        shown, total = len(data["heat"]["units"]), s.num_units
         says = "Each unit's gradient norm over the mean of its own past norms. Red is above its history, blue below."
         says += f" The {shown} units with the largest ratios, of {total:,}." if shown < total else ""
         keys = [("ramp", "mid", "x 0.25 to x 4"), ("", "bad", "not finite"), ("", "none", "no gradient")]
@@ -188,7 +190,9 @@ def _keep(s: Summary) -> str:
         says = "These came back again and again: a lock cannot solve that, a fixed high path can."
     else:
         says = "No unit was persistent; these had the most steps high, if some are to stay high for good."
-    names = text(json.dumps(s.keep_high, indent=2, ensure_ascii=False))
+    if len(s.keep_high) > KEEP_ROWS:
+        says += f" The first {KEEP_ROWS} of {len(s.keep_high):,}."
+    names = text(json.dumps(s.keep_high[:KEEP_ROWS], indent=2, ensure_ascii=False))
     box = f'<div class="keep"><pre id="keep-list">{names}</pre><button type="button" id="copy">Copy</button></div>'
     return f'<section id="keep"><h2>Keep high</h2><p class="note">{text(says)}</p>{box}</section>'
 
@@ -196,7 +200,7 @@ def _keep(s: Summary) -> str:
 def numbers(s: Summary) -> str:
     rows = []
     for name, says in MEANINGS.items():
-        if name in s.metrics and not (name in ("reruns", "warmup_steps_high") and not s.metrics[name]):
+        if name in s.metrics and not (name in ("reruns", "warmup_steps") and not s.metrics[name]):
             value = s.metrics[name]
             rows.append((name, percent(value) if name in SHARES else _digits(value), says))
     if s.losses.spike_score is not None:
@@ -228,6 +232,7 @@ def facts(run: Run, policy: Mapping[str, Any]) -> str:
     if isinstance(info.get("command"), list):
         info["command"] = " ".join(str(word) for word in info["command"])
     rows = [*_flat("", info), *_flat("config.", run.config), *_flat("policy.", policy)]
+    rows = rows[:FACT_ROWS] + ([("...", f"and {len(rows) - FACT_ROWS:,} more")] if len(rows) > FACT_ROWS else [])
     body = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in rows)
     if not body:
         return '<section id="facts"><h2>Run</h2><p class="note">This folder has no run.json.</p></section>'

@@ -77,6 +77,7 @@ class Summary:
     num_passes: int
     quiet_passes: int
     max_high: int
+    """The budget as a count, at most all units that can run high."""
     acted: bool
     """False: nothing was executed, the figures say what would have been."""
     times_high: int
@@ -179,7 +180,7 @@ class Counts:
             num_recoverable=int(self.rules.recoverable.sum()),
             num_passes=self.rows,
             quiet_passes=int(quiet.sum()),
-            max_high=self.rules.limits.max_high,
+            max_high=min(self.rules.limits.max_high, int(self.rules.recoverable.sum())),
             acted=self.rules.acted or not self.times_high.any(),
             times_high=int(self.times_high.sum()),
             units_high=int((self.times_high > 0).sum()),
@@ -221,12 +222,13 @@ class Counts:
         name, value, column = "alpha", policy.alpha, peaks[:, 0]
         if policy.beta is not None and (peaks[:, 1] > policy.beta).sum() > (peaks[:, 0] > policy.alpha).sum():
             name, value, column = "beta", policy.beta, peaks[:, 1]
-        share = 0.001 if policy.beta is None else 0.0005
         column = column[np.isfinite(column)]
         if not len(column):
             return ""
+        per = 1000 if len(column) >= 2000 else 100  # a rarer step than these passes can show is no quantile
+        share = (1 if policy.beta is None else 0.5) / per
         level = math.ceil(100 * float(np.quantile(column, 1 - share, method="higher"))) / 100
-        return f"{name} {value:g} is too low for these norms; calibrated on this run it would be {level:.2f}"
+        return f"{name} {value:g} is too low for these norms; {level:g} would trigger on 1 quiet step in {per:,}"
 
 
 def known_faults(config: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -24,29 +24,29 @@ def sentences(s: "Summary", too_low: str) -> Iterator[str]:
     bad = int(s.metrics["nonfinite"])
     if bad and s.first_nonfinite:
         step, unit = s.first_nonfinite
-        yield f"The gradient was not finite on {_count(bad, 'step')}, first at step {step:,} in {brief(unit)}."
+        yield f"The gradient was not finite on {plural(bad, 'step')}, first at step {step:,} in {brief(unit)}."
     full = s.metrics["hit_maxO"]
     main = brief(s.offenders[0].unit) if s.offenders else ""
     would = "" if s.acted else "would have "
     if s.max_high and full > CROWDED:
-        cure = too_low or f"{_count(s.units_high, 'unit')} took it, {main} most often"
+        cure = too_low or f"{plural(s.units_high, 'unit')} took it, {main} most often"
         was = "was" if s.acted else "would have been"
         yield f"The budget {was} full on {percent(full)} of steps: {cure}."
     elif s.times_high:
         lead = "Control acted" if s.acted else "Observed only: control would have acted"
         yield (
-            f"{lead} {_count(s.times_high, 'time')} on {s.units_high} of {_count(s.num_recoverable, 'unit')}; "
+            f"{lead} {plural(s.times_high, 'time')} on {s.units_high} of {plural(s.num_recoverable, 'unit')}; "
             f"{percent(s.metrics['promotion_ratio'])} of unit-steps {would}{'ran' if s.acted else 'run'} high; "
             f"{main} is the main offender."
         )
     elif s.offenders:
         their = "its" if len(s.offenders) == 1 else "their"
-        who = _count(len(s.offenders), "unit")
+        who = plural(len(s.offenders), "unit")
         yield f"{who} left {their} range, and the budget of {s.max_high} let none run high."
     elif s.metrics["false_alarms_per_1k"]:
         yield "Units left their range, but nothing ran high: the run only watched, or ended there."
     elif not bad:
-        yield f"Nothing left its range: no risk passed 1 in {_count(s.num_passes, 'step')}."
+        yield f"Nothing left its range: no risk passed 1 in {plural(s.num_passes, 'step')}."
 
 
 def brief(name: str, most: int = 60) -> str:
@@ -62,5 +62,6 @@ def percent(share: float) -> str:
     return f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %" if value >= 0.001 else "< 0.001 %"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def plural(number: int, one: str, many: str = "") -> str:
+    """A number and its noun."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
