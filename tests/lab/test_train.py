@@ -509,8 +509,8 @@ def test_a_gradient_that_stays_non_finite_stops_the_run(go: Any, tmp_path: Path)
 
 
 def test_control_takes_a_poisoned_unit_high(go: Any) -> None:
-    settings = {"faults": "blocks.0.mlp.up:nan:start=4,width=4", "policy": {"alpha": 99.0, "beta": None, "lock_steps": 8}}
-    folder = go("run", settings=settings)
+    policy = {"max_high": 14, "alpha": 99.0, "beta": None, "lock_steps": 8}
+    folder = go("run", settings={"faults": "blocks.0.mlp.up:nan:start=4,width=4", "policy": policy})
     bad = [line["step"] for line in lines(folder) if any(e["kind"] == "nonfinite" for e in line.get("events", ()))]
     assert bad == [4]
     assert trace(folder).high[4:8, trace(folder).units.index("blocks.0.mlp.up")].all()

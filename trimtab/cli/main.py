@@ -28,7 +28,10 @@ def main() -> None:
     logging.getLogger("trimtab").addHandler(_OneLine())
     logging.getLogger("trimtab.control.controller").setLevel(logging.ERROR)  # its events are shown by the display
     try:
-        sys.exit(_app(typer)(standalone_mode=False))
+        code = _app(typer)(standalone_mode=False)
+        if code == 130:
+            raise KeyboardInterrupt  # the parser has made a code of it
+        sys.exit(code)
     except NonFiniteError as error:
         _fail(str(error), 1)
     except (TrimtabError, MissingExtraError) as error:

@@ -75,7 +75,7 @@ def _advance_stretch(
     steps = state.step + 1 + np.arange(len(norms))
     alpha = policy.alpha_at(steps, limits.warmup_steps)
     before = state.history
-    if len(norms) and state.step + 1 in policy.rebase_at and not state.again:
+    if len(norms) and state.step + 1 in policy.rebase_at:
         before = History.fresh(norms.shape[1], policy)
     risk, history = judge(before, norms, seen, policy, alpha)
     choice, ledger = decide(state.ledger, risk.risk, recoverable, policy, limits, steps)

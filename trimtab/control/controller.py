@@ -19,6 +19,7 @@ changes not a bit of the run; `off` does nothing. `TRIMTAB=off|observe|act` in t
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -110,6 +111,7 @@ class Controller:
         self._on_event, self._recorder, self._selection = on_event, recorder, selection
         self._paused = False
         self._bad_steps = 0
+        self.seconds = 0.0  # how long the last step() took
         self.units: tuple[Unit, ...] = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
         switchable = np.array([unit.recoverable for unit in self.units], bool)
         # A plain model has no switch at all: observe mode then decides as if every unit could be switched.
@@ -153,6 +155,7 @@ class Controller:
         """
         if self.mode == "off":
             return self.plan
+        started = time.perf_counter()
         with record_function("trimtab::observe"):
             reading = self._observer.read()
         with record_function("trimtab::decide"):
@@ -169,6 +172,7 @@ class Controller:
             if self.mode == "act" and (nonfinite or self.plan.rerun):
                 self._observer.drop()
         self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
+        self.seconds = time.perf_counter() - started
         self._count_bad(nonfinite)
         return self.plan
 

@@ -30,7 +30,8 @@ class Observer:
 
     def __init__(self, units: Sequence[Unit], parameters: Sequence[nn.Parameter]) -> None:
         """Bind to the units and to all trainable parameters of the model, watched or not."""
-        self.parameters = list({id(p): p for p in parameters}.values())
+        watched = [p for unit in units for p in unit.parameters]
+        self.parameters = list({id(p): p for p in [*parameters, *watched]}.values())
         position = {id(p): i for i, p in enumerate(self.parameters)}
         pairs = [(position[id(p)], u) for u, unit in enumerate(units) for p in unit.parameters]
         self._parameter_of = np.array([p for p, _ in pairs], np.int64)

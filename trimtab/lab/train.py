@@ -36,6 +36,7 @@ from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, eval_batches, load_corpus
 from trimtab.lab.faults import Faults, Windows, parse_faults
 from trimtab.lab.model import Decoder, ModelConfig
+from trimtab.linear.account import describe_saved
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, path_state
 from trimtab.linear.paths import Recipe
@@ -44,6 +45,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params, config: torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay),
     "sgd": lambda params, config: torch.optim.SGD(params, lr=config.lr, weight_decay=config.weight_decay, momentum=0.9),
 }
+
+
+DERIVED = ("corpus", "saved")
+"""What run.json keeps beside the settings; they follow from them."""
 
 
 class StepInfo(NamedTuple):
@@ -147,7 +152,11 @@ class Run:
         """What run.json keeps: the settings, each fault window written out, and what identifies the text."""
         windows = () if self.faults is None else self.faults.windows
         corpus = {name: getattr(self.corpus, name) for name in ("name", "sha256", "num_bytes", "vocab_size")}
-        return self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
+        described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
+        if self.report is not None:
+            batch = self.sampler.batch_at(0)[0].to(self.device)
+            described["saved"] = describe_saved(self.model, lambda: self.model(batch))
+        return described
 
     def record(self, recorder: Recorder) -> None:
         """Take a run folder, and start the controller."""
@@ -186,7 +195,8 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         speed = self.tokens_per_step / max(time.perf_counter() - started, 1e-9)
-        self.recorder.log(self.step, loss=loss, lr=rate, tokens_per_s=round(speed, 1))
+        cost = round(1000 * self.controller.seconds, 4)
+        self.recorder.log(self.step, loss=loss, lr=rate, tokens_per_s=round(speed, 1), controller_ms=cost)
         return StepInfo(self.step, loss, rate, speed, plan)
 
     def _backward(self) -> float:
@@ -350,7 +360,7 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
         config = json.loads(path.read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrimtabError(f"{path} is not the run.json of a trimtab run ({error!r}): choose another folder") from None
-    return {key: value for key, value in config.items() if key != "corpus"}
+    return {key: value for key, value in config.items() if key not in DERIVED}
 
 
 def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], steps: int | None) -> tuple[Config, int]:

@@ -36,6 +36,12 @@ MEANINGS = {
     "nonfinite": "steps with a norm that was not finite",
     "reruns": "passes that were dropped and run again",
     "median_ratio": "median of all ratios: what alpha is held against in this run",
+    "extra_bytes_mean": "activations kept for high units by eq. 67, mean per step, summed over units",
+    "extra_bytes_peak": "the same in the worst step",
+    "extra_bytes_bound": "what eq. 68 allows: the most expensive units, the budget full",
+    "extra_bytes_mean_shared": "mean per step, a tensor that several units read counted once",
+    "extra_bytes_peak_shared": "the same in the worst step",
+    "controller_ms": "median time of the controller per step, milliseconds",
     "warmup_steps": "steps of a warm-up in which nothing is decided, counted apart",
 }
 SHARES = ("promotion_ratio", "hit_maxO", "exceed_gnmr", "exceed_delta")

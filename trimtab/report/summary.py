@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from trimtab.control.advance import State
 from trimtab.control.record import TRACE
 from trimtab.control.tally import Tally
+from trimtab.report.memory import memory_of
 from trimtab.report.passes import Passes, Rules, passes, replayed, rules_of
 from trimtab.report.read import Run, Trace, iter_trace, read_run, scan_trace
 from trimtab.report.verdict import sentences
@@ -120,6 +121,8 @@ class Counts:
         if rules is not None:
             opening = State.fresh(rules.recoverable, rules.policy, rules.limits).ledger.high
             self.tally = Tally(rules.recoverable, opening, rules.policy, rules.limits)
+        max_high = 0 if rules is None else rules.limits.max_high
+        self.memory = None if header is None else memory_of(config, header.units, max_high)
         self.rows = 0
         self.alarmed: list[NDArray[np.bool_]] = []
         self.quiet: list[NDArray[np.bool_]] = []
@@ -142,6 +145,8 @@ class Counts:
         self.peaks.append(np.stack([_peak(block.verdict.risk.ratio), _peak(block.verdict.risk.jump)], axis=1))
         self.triggered |= (block.verdict.risk.risk > 1).any(axis=0)
         self.denied += block.refused.sum(axis=0)
+        if self.memory is not None:
+            self.memory.add(block.ran)
         self._count_entries(block.ran & block.ruled[:, None])
         worst, rows = block.verdict.risk.risk.max(axis=0), block.verdict.risk.risk.argmax(axis=0)
         better = worst > self.worst
@@ -172,6 +177,9 @@ class Counts:
             return Summary({}, 0, 0, 0, 0, 0, False, 0, 0, (), (), {}, None, losses, text)
         alarmed, quiet = _cat(self.alarmed, bool), _cat(self.quiet, bool)
         metrics = self.tally.summary(quiet, alarmed) if self.rows else {}
+        metrics |= {} if self.memory is None else self.memory.metrics()
+        times = run.column("controller_ms")[1]
+        metrics |= {"controller_ms": float(np.nanmedian(times))} if np.isfinite(times).any() else {}
         medians = self.tally.median_ratios()
         offenders = self._offenders(medians)
         summary = Summary(
