@@ -26,7 +26,8 @@ class Toy(nn.Module):
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fences if name == language]
 
 
 def names() -> dict[str, object]:

@@ -48,8 +48,8 @@ def test_a_unit_says_when_and_why_it_goes_high_and_how_it_comes_back() -> None:
     assert told(events) == [(3, "high", "u1", "ratio"), (5, "low", "u1", "quiet")]
     high = events[0]
     assert (high.ratio, high.risk) == (pytest.approx(6), pytest.approx(4))
-    assert high.message == "u1 6x its history -> high"
-    assert "u1 quiet -> low" in events[1].message
+    assert high.message == "u1  6x its history -> high"
+    assert "u1  quiet -> low" in events[1].message
 
 
 def test_the_jump_is_named_where_it_is_the_cause() -> None:

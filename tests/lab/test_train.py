@@ -2,6 +2,7 @@
 """The trainer: a run folder is complete, a run repeats itself bit for bit from its seed and across a kill and a resume,
 looking on changes nothing, faults reach the low path alone, and settings that do not fit are refused by name."""
 
+import copy
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from trimtab.control.replay import replay
 from trimtab.errors import NonFiniteError, TrimtabError
 from trimtab.lab.config import Config
 from trimtab.lab.train import Run, Silent, StepInfo, learning_rate, train
+from trimtab.linear.linear import path_state
 from trimtab.report.read import Trace, read_run
 
 FAULTS = "blocks.*.attn.v:stuck_scale:start=4,width=4,size=2; blocks.1.mlp.up:grad_scale:start=6,width=2,size=32"
@@ -70,9 +72,11 @@ def go(tmp_path: Path, small: dict[str, Any]) -> Any:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock says."""
+    """The lines of metrics.jsonl without what the clock says."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
+    return [
+        {key: value for key, value in line.items() if key not in ("tokens_per_s", "controller_ms")} for line in found
+    ]
 
 
 def losses(folder: Path) -> list[float]:
@@ -514,3 +518,38 @@ def test_control_takes_a_poisoned_unit_high(go: Any) -> None:
     bad = [line["step"] for line in lines(folder) if any(e["kind"] == "nonfinite" for e in line.get("events", ()))]
     assert bad == [4]
     assert trace(folder).high[4:8, trace(folder).units.index("blocks.0.mlp.up")].all()
+
+
+def test_random_numbers_go_on_where_the_checkpoint_left_them(tmp_path: Path, small: dict[str, Any]) -> None:
+    class Draws(Killed):
+        def stepped(self, info: StepInfo) -> None:
+            drawn[info.step] = torch.rand(()).item()
+            super().stepped(info)
+
+    drawn: dict[int, float] = {}
+    train(small, tmp_path / "whole", watcher=Draws(99))
+    whole, drawn = drawn, {}
+    with pytest.raises(KeyboardInterrupt):
+        train(small, tmp_path / "broken", watcher=Draws(7))
+    train(small, tmp_path / "broken", watcher=Draws(99), resume=True)
+    assert drawn == whole
+    assert len(set(whole.values())) == 10
+
+
+def test_a_mode_that_does_not_exist_costs_no_run(go: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = go("run", settings={"steps": 1})
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setenv("TRIMTAB", "sometimes")
+    with pytest.raises(TrimtabError, match="TRIMTAB must be one of off, observe, act, got 'sometimes'"):
+        go("run", force=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_describing_a_run_changes_none_of_its_state(small: dict[str, Any], recipe: str) -> None:
+    run = Run(Config.from_dict({**small, "recipe": recipe}), Silent())
+    before, numbers = copy.deepcopy(path_state(run.model)), torch.get_rng_state()
+    assert run.describe()["recipe"] == recipe
+    assert_same(path_state(run.model), before)
+    assert torch.get_rng_state().equal(numbers)
+    assert run.model.training

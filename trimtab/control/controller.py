@@ -273,7 +273,7 @@ class Controller:
             "history": to_tensors(state.history._asdict()),
             "ledger": to_tensors(state.ledger._asdict()),
             "tally": to_tensors(self._tally.state_dict()),
-            "narrator": self._narrator.state_dict(),
+            "narrator": to_tensors(self._narrator.state_dict()),
             "paths": path_states(self.units),
         }
 
@@ -293,7 +293,8 @@ class Controller:
         tally = dict(state_dict["tally"])
         by_unit = {name: column(tally[name], order, axis=0) for name in ("ratios", "executed", "last")}
         self._tally.load_state_dict({"counts": tally["counts"], **by_unit})
-        self._narrator.load_state_dict(state_dict["narrator"])
+        told = dict(state_dict["narrator"])
+        self._narrator.load_state_dict(told | {"denied": column(told["denied"], order)})
         self._bad_steps = int(state_dict["bad_steps"])
         load_path_states(self.units, state_dict["paths"])
         self._paused = bool(state_dict["held"])  # a pause not yet in force must not reach into the step under way

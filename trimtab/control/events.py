@@ -43,7 +43,7 @@ class Narrator:
             events.append(self._triggered("high", verdict, b))
         for b in np.flatnonzero(before.high & ~after.high).tolist():
             cause = "evicted" if before.lock[b] > 0 or risk[b] > 1 else "quiet"
-            events.append(Event(step, "low", names[b], cause, message=f"{names[b]} {cause} -> low"))
+            events.append(Event(step, "low", names[b], cause, message=f"{names[b]}  {cause} -> low"))
         for b in np.flatnonzero(denied & ~self._denied).tolist():
             events.append(self._triggered("denied", verdict, b))
         newly = (after.repeats == self._policy.persistent_after) & (after.repeats > before.repeats)
@@ -64,7 +64,7 @@ class Narrator:
         else:
             cause, text = "ratio", f"{ratio:.2g}x its history"
         end = "high" if kind == "high" else f"denied, the budget of {self._limits.max_high} is full"
-        return Event(int(verdict.steps[0]), kind, name, cause, ratio, jump, risk, f"{name} {text} -> {end}")
+        return Event(int(verdict.steps[0]), kind, name, cause, ratio, jump, risk, f"{name}  {text} -> {end}")
 
     def _nonfinite(self, step: int, risk: np.ndarray) -> Event:
         guilty = [self._names[b] for b in np.flatnonzero(np.isinf(risk))]
@@ -117,8 +117,8 @@ class Narrator:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been said already."""
-        return {"told_full": self._told_full}
+        return {"told_full": self._told_full, "denied": self._denied}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do not say it again after a resume."""
-        self._told_full = bool(state_dict["told_full"])
+        self._told_full, self._denied = bool(state_dict["told_full"]), np.array(state_dict["denied"])

@@ -11,6 +11,7 @@ share of it that it wins back. The faults are injected on purpose: small clean r
 a demonstration that waited for an accident would show nothing or be tuned until it did.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ class Outcome:
     def sentence(self) -> str:
         """The result as one sentence a person can repeat."""
         control = self.results["control"]
+        if not self.windows or self.damage <= 0:
+            losses = ", ".join(f"{arm} {result.eval_loss_high:.4f}" for arm, result in self.results.items())
+            return f"There was no damage to close (held-out loss: {losses})."
         again = f"{control.summary['reruns']:.0f} of {control.steps} batches ran twice"
         right = "right" if self.blamed == self.windows else f"right in {self.blamed} of {self.windows} windows"
         right = "wrong" if self.blamed == 0 else right
@@ -89,8 +93,8 @@ def _compare(results: dict[str, Result]) -> Outcome:
     windows, blamed = blame(results["control"].folder)
     return Outcome(
         results=results,
-        closed_control=(loss["low"] - loss["control"]) / damage,
-        closed_random=(loss["low"] - loss["random"]) / damage,
+        closed_control=(loss["low"] - loss["control"]) / damage if damage else math.nan,
+        closed_random=(loss["low"] - loss["random"]) / damage if damage else math.nan,
         promotion=results["control"].summary["promotion_ratio"],
         windows=windows,
         blamed=blamed,
@@ -104,7 +108,7 @@ def blame(folder: Path) -> tuple[int, int]:
     faults, trace = run.config["faults"], run.trace
     right = 0
     for fault in faults:
-        inside = (trace.steps > fault["start"]) & (trace.steps <= fault["start"] + fault.get("width", 1))
+        inside = (trace.steps >= fault["start"]) & (trace.steps <= fault["start"] + fault.get("width", 1))
         steps_high = trace.high[inside].sum(axis=0)
         right += bool(steps_high.any()) and trace.units[int(np.argmax(steps_high))] == fault["unit"]
     return len(faults), right

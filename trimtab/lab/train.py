@@ -16,6 +16,7 @@ continued past it goes on at the final rate.
 
 import json
 import math
+import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-DERIVED = ("corpus", "saved")
+DERIVED = ("corpus", "hardware", "saved")
 """What run.json keeps beside the settings; they follow from them."""
 
 
@@ -153,6 +154,8 @@ class Run:
         windows = () if self.faults is None else self.faults.windows
         corpus = {name: getattr(self.corpus, name) for name in ("name", "sha256", "num_bytes", "vocab_size")}
         described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        described["hardware"] = {"device": str(self.device), "name": name, "threads": torch.get_num_threads()}
         if self.report is not None:
             batch = self.sampler.batch_at(0)[0].to(self.device)
             described["saved"] = describe_saved(self.model, lambda: self.model(batch))

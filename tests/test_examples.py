@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs at toy size and leaves what it promises."""
+
+import runpy
+from pathlib import Path
+
+from trimtab.report.read import read_run
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_the_plain_loop_trains_and_leaves_a_run_folder(tmp_path: Path) -> None:
+    main = runpy.run_path(str(EXAMPLES / "plain_loop.py"))["main"]
+    summary = main(12, str(tmp_path / "run"))
+    assert summary["steps"] == 12
+    run = read_run(tmp_path / "run")
+    steps, losses = run.column("loss")
+    assert steps.tolist() == list(range(1, 13))
+    assert losses[-1] < losses[0]
+    assert run.trace is not None
+    assert run.trace.units == ("blocks.0", "blocks.1")
+
+
+def test_every_example_is_short_and_has_a_test() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 60, path
+        assert path.name in here, path
