@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the controller costs: a training step of the demo model with and without it, interleaved.
 
-    python benchmarks/overhead.py [--rounds 60] [--steps 10] [--model micro]
+    python benchmarks/overhead.py [--rounds 400] [--steps 1] [--model micro]
 
 All arms run the same converted FP8 model on the low path, on the same batches. `plain` has no controller;
 `control` reads norms, judges and decides; `control+record` also writes the trace and a metrics line per step;
@@ -48,8 +48,8 @@ def arm(size: str, batch: int, after_backward: Callable[[nn.Module], Callable[[]
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=10, help="steps per round and arm")
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1, help="steps per round and arm")
     parser.add_argument("--model", default="micro")
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()

@@ -87,8 +87,19 @@ def test_the_stated_numbers_are_those_of_the_folders(demo: Outcome) -> None:
     ("blamed", "words"), [(4, "unit was right;"), (3, "right in 3 of 4 windows"), (0, "unit was wrong;")]
 )
 def test_the_sentence_says_how_often_the_blame_was_right(blamed: int, words: str) -> None:
-    control: Any = SimpleNamespace(summary={"reruns": 0}, steps=10)
-    assert words in Outcome({"control": control}, 0.5, 0.1, 0.02, windows=4, blamed=blamed).sentence()
+    assert words in Outcome(results(high=1.0, low=2.0), 0.5, 0.1, 0.02, windows=4, blamed=blamed).sentence()
+
+
+def results(**losses: float) -> dict[str, Any]:
+    arms = dict.fromkeys(ARMS, 1.5) | losses
+    return {arm: SimpleNamespace(summary={"reruns": 0}, steps=10, eval_loss_high=arms[arm]) for arm in ARMS}
+
+
+@pytest.mark.parametrize(("low", "windows"), [(1.0, 4), (0.9, 4), (2.0, 0)])
+def test_without_faults_or_damage_the_sentence_claims_nothing(low: float, windows: int) -> None:
+    said = Outcome(results(high=1.0, low=low), float("nan"), 0.0, 0.02, windows=windows, blamed=0).sentence()
+    assert said.startswith("There was no damage to close")
+    assert "%" not in said
 
 
 def test_the_same_demo_is_not_written_over(demo: Outcome, small: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def advance(
     for rows in _stretches(state.step, len(norms), policy):
         verdict, state = _advance_stretch(state, norms[rows], seen[rows], recoverable, policy, limits)
         verdicts.append(verdict)
-    return (verdicts[0] if len(verdicts) == 1 else _concatenate(verdicts)), state
+    return (verdicts[0] if len(verdicts) == 1 else concatenate(verdicts)), state
 
 
 def _stretches(step: int, length: int, policy: Policy) -> Iterator[slice]:
@@ -98,7 +98,9 @@ def _reruns(state: State, risk: Risk, recoverable: Bools, choice: Choice, policy
     return np.any(extreme & choice.high & ~state.ledger.high, axis=1)
 
 
-def _concatenate(verdicts: list[Verdict]) -> Verdict:
+def concatenate(verdicts: list[Verdict]) -> Verdict:
+    """Verdicts of consecutive passes as one."""
+
     def join(parts: list) -> np.ndarray:
         return np.concatenate(parts)
 

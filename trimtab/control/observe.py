@@ -121,10 +121,12 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0)
     found: dict[int, Tensor] = {}
-    for (_, dtype), kind in _by_kind(tensors).items():
+    kinds = _by_kind(tensors)
+    for (_, dtype), kind in kinds.items():
         wide = dtype if dtype == torch.float64 else torch.float32  # torch refuses to narrow inside a norm
         norms = torch._foreach_norm(kind, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
-        for tensor, norm in zip(kind, norms, strict=True):
-            found[id(tensor)] = norm
+        if len(kinds) == 1 and wide == torch.float32:
+            return torch.stack(norms)
+        found |= {id(tensor): norm for tensor, norm in zip(kind, norms, strict=True)}
     place = tensors[0].device
     return torch.stack([found[id(tensor)].to(place, torch.float32, non_blocking=True) for tensor in tensors])

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.control.advance import Verdict
+from trimtab.control.advance import Verdict, concatenate
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.values import Bools
 
 COUNTS = ("steps", "ruled_steps", "high", "full", "over_alpha", "over_beta", "denied", "switches", "alarms")
 COUNTS += ("nonfinite", "reruns")
+TOGETHER = 64  # passes of a live controller that are counted at once
 BINS = 512
 LOG_RANGE = 3.0  # ratios from 1e-3 to 1e3, in logarithmic bins of 2.7 %
 
@@ -43,6 +44,19 @@ class Tally:
         self._unruled = limits.warmup_steps if policy.warmup in ("high", "monitor") else 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self.ratios = np.zeros((len(recoverable), BINS), np.int64)
+        self._waiting: list[tuple[Verdict, Bools | None]] = []
+
+    def add_later(self, verdict: Verdict, ran: Bools | None) -> None:
+        """Count passes some time before they are asked for: many at once are far cheaper than one by one."""
+        self._waiting.append((verdict, ran))
+        if len(self._waiting) >= TOGETHER:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            sets = [ran for _, ran in waiting if ran is not None]
+            self.add(concatenate([verdict for verdict, _ in waiting]), np.concatenate(sets) if sets else None)
 
     def add(self, verdict: Verdict, ran: Bools | None = None) -> Bools:
         """Count T passes; returns which of them had a trigger.
@@ -84,10 +98,12 @@ class Tally:
 
     def median_ratios(self) -> NDArray[np.float64]:
         """Median ratio of each unit, NaN where none was observed."""
+        self._catch_up()
         return np.array([_median(row) for row in self.ratios])
 
     def summary(self, quiet: Bools | None = None, alarmed: Bools | None = None) -> dict[str, float]:
         """The metrics, false alarms first; `quiet` and `alarmed` (T,) narrow them to steps without a known fault."""
+        self._catch_up()
         c, num_units = self.counts, int(self._recoverable.sum())
         steps, ruled = max(c["steps"], 1), max(c["ruled_steps"], 1)
         alarms, quiet_steps = c["alarms"], c["ruled_steps"]
@@ -110,10 +126,12 @@ class Tally:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and ratio histogram as plain values."""
+        self._catch_up()
         return {"counts": dict(self.counts), "ratios": self.ratios, "executed": self.executed, "last": self.last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from earlier counts."""
+        self._waiting = []
         self.counts = self.counts | dict(state_dict["counts"])
         self.ratios = np.asarray(state_dict["ratios"]).astype(np.int64)
         self.executed = np.asarray(state_dict["executed"]).astype(bool)

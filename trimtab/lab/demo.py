@@ -108,7 +108,7 @@ def blame(folder: Path) -> tuple[int, int]:
     faults, trace = run.config["faults"], run.trace
     right = 0
     for fault in faults:
-        inside = (trace.steps >= fault["start"]) & (trace.steps <= fault["start"] + fault.get("width", 1))
+        inside = (trace.steps > fault["start"]) & (trace.steps <= fault["start"] + fault.get("width", 1))
         steps_high = trace.high[inside].sum(axis=0)
         right += bool(steps_high.any()) and trace.units[int(np.argmax(steps_high))] == fault["unit"]
     return len(faults), right
