@@ -85,6 +85,8 @@ class Config:
     """Fault windows, such as `blocks.1.mlp.down:grad_scale:start=200,width=20,size=64`; several with `;`."""
     seed: int = 0
     device: str = "auto"
+    threads: int = 0
+    """CPU threads; 0 means one for `micro`, whose operators are too small to share, else torch's own choice."""
     policy: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `trimtab.Policy`, and `preset`."""
 
@@ -95,7 +97,7 @@ class Config:
             _require(
                 _whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
             )
-        for name in ("eval_every", "checkpoint_every", "seed", "num_experts"):
+        for name in ("eval_every", "checkpoint_every", "seed", "num_experts", "threads"):
             _require(
                 _whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
             )

@@ -132,6 +132,8 @@ class Run:
         self.config, self.watcher, self.selection = config, watcher, selection
         self.corpus = load_corpus(config.data, tokenizer=config.tokenizer)
         self.device = _device(config.device)
+        if config.threads or config.model == "micro":
+            torch.set_num_threads(config.threads or 1)
         torch.manual_seed(config.seed)
         self.model = _build_model(config, self.corpus).to(self.device)
         self.report = None if config.recipe == "none" else _convert(self.model, config)
