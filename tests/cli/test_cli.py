@@ -50,7 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(text: Path) -> list[str]:
     """Arguments of a run of six steps."""
-    pairs = (f"data={text}", "steps=6", "batch=2", "seq=16", "eval_batches=1", "checkpoint_every=3")
+    pairs = (f"data={text}", "device=cpu", "steps=6", "batch=2", "seq=16", "eval_batches=1", "checkpoint_every=3")
     return [part for pair in pairs for part in ("--set", pair)]
 
 

@@ -540,7 +540,7 @@ def test_the_three_stages_show_in_a_profile() -> None:
     model = switchable()
     controller = Controller(model, CONSTANT)
     feed(model, [1, 1, 1, 1])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         controller.step()
     assert {"trimtab::observe", "trimtab::decide", "trimtab::act"} <= {event.key for event in profile.key_averages()}
 

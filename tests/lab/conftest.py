@@ -24,6 +24,7 @@ def small(text: Path) -> dict[str, Any]:
     policy = {"max_high": 3, "alpha": 1.05, "alpha_warmup": None, "beta": 1.1, "window": 2, "span": 4, "lock_steps": 2}
     return {
         "data": str(text),
+        "device": "cpu",
         "lr": 0.004,
         "steps": 10,
         "batch": 2,
