@@ -68,23 +68,26 @@ def decide(
         recoverable: (U,) which units have a high path.
         steps: (T,) the number of each step, from 1.
     """
-    triggered = (risk > 1) & recoverable
-    any_triggered = np.any(triggered, axis=1).tolist()
-    high, denied = np.zeros(risk.shape, bool), np.zeros(risk.shape, bool)
+    warm = np.zeros(len(steps), bool)  # steps of a warm-up in which nothing is decided
+    if policy.warmup == "high":
+        warm = steps < limits.warmup_steps
+    elif policy.warmup == "monitor":
+        warm = steps <= limits.warmup_steps
+    triggered = (risk > 1) & recoverable & ~warm[:, None]
+    high = np.zeros(risk.shape, bool)
+    if policy.warmup == "high":
+        high[warm] = recoverable
     ledger = ledger.copied()  # the caller's stays as it was
+    any_triggered, warming = np.any(triggered, axis=1).tolist(), warm.tolist()
     for t, step in enumerate(steps.tolist()):
-        if policy.warmup == "high" and step < limits.warmup_steps:
-            ledger.lock[:] = 0
-            high[t] = recoverable
-        elif policy.warmup == "monitor" and step <= limits.warmup_steps:
+        if warming[t]:
             ledger.lock[:] = 0
         elif any_triggered[t] or ledger.lock.any():
             selected = select(risk[t], triggered[t], ledger.lock, limits.max_high, policy.prefer_locked)
             _enter(ledger, selected, triggered[t], policy, step)
             high[t, selected] = True
-            denied[t] = triggered[t] & ~high[t]
         ledger.high[:] = high[t]
-    return Choice(high, denied), ledger
+    return Choice(high, triggered & ~high), ledger
 
 
 def select(
@@ -92,13 +95,13 @@ def select(
 ) -> NDArray[np.int64]:
     """The set S of one step: the first `max_high` candidates by (risk descending, index ascending)."""
     locked = lock > 0
-    index = np.flatnonzero(triggered | locked)
+    index = (triggered | locked).nonzero()[0]
     if len(index) <= max_high:
         return index
     if prefer_locked:
         order = np.lexsort((~locked[index], -risk[index]))
     else:
-        order = np.argsort(-risk[index], kind="stable")  # equal risks keep their index order
+        order = (-risk[index]).argsort(kind="stable")  # equal risks keep their index order
     return index[order[:max_high]]
 
 
@@ -110,8 +113,9 @@ def _enter(ledger: Ledger, selected: NDArray[np.int64], triggered: Bools, policy
         last = ledger.last_high[entering]
         soon = (last > 0) & (step - last <= policy.repeat_within)
         ledger.repeats[entering] = np.where(soon, ledger.repeats[entering] + 1, 0)
-    lock = np.where(hit, lock_length(ledger.repeats[selected], policy), np.maximum(ledger.lock[selected] - 1, 0))
-    ledger.lock[:] = 0
+    lock = np.maximum(ledger.lock[selected] - 1, 0)
+    lock = np.where(hit, lock_length(ledger.repeats[selected], policy), lock)
+    ledger.lock.fill(0)
     ledger.lock[selected] = lock
     ledger.last_high[selected] = step
 

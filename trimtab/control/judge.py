@@ -79,9 +79,11 @@ def judge(
         ratio = np.array([r for r, _ in rows]).reshape(shape)
         jump = np.array([j for _, j in rows]).reshape(shape)
     elif live.all():
-        ratio, jump, history = _judge_packed(history, values, np.full(values.shape[1], len(values)), policy)
+        ratio, jump, history = _judge_packed(history, values, None, policy)
     else:
         ratio, jump, history = _judge_gaps(history, values, live, policy)
+    if live.all():
+        return Risk(ratio, jump, risk_of(ratio, jump, policy, alpha)), history
     poisoned = seen & ~live
     ratio = np.where(live, ratio, np.where(poisoned, np.inf, np.nan))
     jump = np.where(live, jump, np.where(poisoned, np.inf, np.nan))
@@ -108,9 +110,9 @@ def _judge_gaps(history: History, values: Floats, live: Bools, policy: Policy) -
 
 
 def _judge_packed(
-    history: History, values: Floats, lengths: NDArray[np.int64], policy: Policy
+    history: History, values: Floats, lengths: NDArray[np.int64] | None, policy: Policy
 ) -> tuple[Floats, Floats, History]:
-    """Judge gapless columns; unit b has `lengths[b]` observations, rows past them are padding."""
+    """Judge gapless columns; unit b has `lengths[b]` observations (None: every row), rows past them are padding."""
     steps = len(values)
     before, mean, recent = _means(history, values, lengths, policy)  # (T, U): the mean each norm is held against
     ratio = np.where(before == 0, 1.0, values / (before + policy.eps))
@@ -121,23 +123,24 @@ def _judge_packed(
         total += ratios[k : k + steps]
     counts = history.num_seen + np.arange(steps)[:, None]  # observations before each step
     jump = np.where(counts >= policy.window, ratio / (total / policy.window + policy.eps), 1.0)
+    if lengths is None:
+        return ratio, jump, History(history.num_seen + steps, mean, ratios[steps:].copy(), recent, history.frozen)
     queue = np.take_along_axis(ratios, lengths + np.arange(policy.window)[:, None], axis=0)
     return ratio, jump, History(history.num_seen + lengths, mean, queue, recent, history.frozen)
 
 
 def _means(
-    history: History, values: Floats, lengths: NDArray[np.int64], policy: Policy
+    history: History, values: Floats, lengths: NDArray[np.int64] | None, policy: Policy
 ) -> tuple[Floats, Floats, Floats]:
     """Run the recurrence of the mean; returns the mean before each step, and mean and recent norms at the end."""
     steps = len(values)
     before = np.empty_like(values)
-    mean, recent = history.mean.copy(), history.recent.copy()
-    even = steps == 0 or int(lengths.min(initial=steps)) == steps
+    mean, recent = history.mean, history.recent
     for t in range(steps):
         count = history.num_seen + t  # observations so far
         before[t] = _mean_now(mean, recent, count, policy)
         new_mean, new_recent = _fold(mean, recent, values[t], before[t], count + 1, policy)
-        if even:
+        if lengths is None:
             mean, recent = new_mean, new_recent
         else:
             growing = t < lengths
@@ -173,7 +176,7 @@ def _exclude_row(
     history: History, values: Floats, live: Bools, policy: Policy, alpha: float
 ) -> tuple[Floats, Floats, History]:
     """One step of `exclude_triggered`: judge, then keep the history of units that triggered as it was."""
-    ratio, jump, after = _judge_packed(history, values[None], np.ones(len(values), np.int64), policy)
+    ratio, jump, after = _judge_packed(history, values[None], None, policy)
     risk = risk_of(ratio, jump, policy, np.array([alpha]))[0]
     left_out = live & (risk > 1) & (history.frozen < policy.max_freeze) & (history.num_seen > 0)
     folds = live & ~left_out
