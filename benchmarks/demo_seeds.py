@@ -15,7 +15,8 @@ from common import save
 
 from trimtab.cli.demo import POLICY, SETTINGS
 from trimtab.lab.demo import run_demo
-from trimtab.lab.train import Silent, train
+from trimtab.lab.run import Silent
+from trimtab.lab.train import train
 
 
 def main() -> None:

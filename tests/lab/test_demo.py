@@ -14,7 +14,7 @@ from trimtab.control.record import Recorder
 from trimtab.control.selections import RandomUnits
 from trimtab.errors import TrimtabError
 from trimtab.lab.demo import ARMS, Outcome, blame, run_demo
-from trimtab.lab.train import Silent
+from trimtab.lab.run import Silent
 from trimtab.report.read import Trace, read_run
 
 FAULTS = "blocks.1.mlp.up:grad_scale:start=4,width=3,size=64; blocks.0.attn.v:grad_scale:start=9,width=3,size=64"

@@ -18,7 +18,8 @@ from trimtab.control.policy import HISTORIES, Policy
 from trimtab.control.replay import replay
 from trimtab.errors import NonFiniteError, TrimtabError
 from trimtab.lab.config import Config
-from trimtab.lab.train import Run, Silent, StepInfo, learning_rate, train
+from trimtab.lab.run import Run, Silent, StepInfo, learning_rate
+from trimtab.lab.train import train
 from trimtab.linear.linear import path_state
 from trimtab.report.read import Trace, read_run
 

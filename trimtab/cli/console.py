@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 if TYPE_CHECKING:
     from trimtab.control.values import Event
-    from trimtab.lab.train import Run, StepInfo
+    from trimtab.lab.run import Run, StepInfo
 
 NOTABLE = ("nonfinite", "rerun", "persistent", "budget_full")
 LINE_SECONDS = 5.0

@@ -22,7 +22,8 @@ import numpy as np
 
 from trimtab.control.record import TRACE
 from trimtab.control.selections import RandomUnits
-from trimtab.lab.train import Result, Watcher, train
+from trimtab.lab.run import Watcher
+from trimtab.lab.train import Result, train
 from trimtab.report.read import read_run, read_trace
 
 ARMS = ("high", "low", "control", "random")

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resuming: which settings a continued run has.
+
+A run keeps the settings that its run.json was written with. They may be repeated when it is resumed; a different one
+is refused by name, because half a run under one learning rate and half under another is neither. Only `steps` may grow.
+It then moves the end and nothing else: learning rate and warm-up follow the length the run was started with.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.control.record import RUN
+from trimtab.errors import TrimtabError
+from trimtab.lab.config import Config
+
+DERIVED = ("corpus", "hardware", "saved")
+"""What run.json keeps beside the settings; they follow from them."""
+
+
+def stored_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in a folder's run.json; None if there is no run."""
+    path = folder / RUN
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrimtabError(f"{path} is not the run.json of a trimtab run ({error!r}): choose another folder") from None
+    return {key: value for key, value in config.items() if key not in DERIVED}
+
+
+def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], steps: int | None) -> tuple[Config, int]:
+    """The settings to run with, and the step to run to.
+
+    A resumed run keeps its stored settings, its `steps` included, which fix the learning rate and the warm-up; a
+    larger `steps` only moves the end.
+    """
+    if stored is None:
+        wanted = Config.from_dict(given)
+        return wanted, wanted.steps
+    config = Config.from_dict(stored)
+    policy = given.get("policy", {})
+    policy = {**config.policy, **policy} if isinstance(policy, Mapping) else policy
+    wanted = config.replace(**{**given, "policy": policy})
+    steps = max(config.steps, steps or 0)
+    ours, theirs = comparable(config), comparable(wanted)
+    for key, value in theirs.items():
+        if value != ours[key]:
+            raise changed(key, ours[key], value)
+    if "steps" in given and wanted.steps < steps:
+        raise TrimtabError(f"a resumed run may only get longer: steps was {steps} and is now {wanted.steps}")
+    return config, max(steps, wanted.steps)
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
+    settings = {key: value for key, value in config.to_dict().items() if key not in ("steps", "faults", "policy")}
+    settings |= {f"policy.{key}": value for key, value in config.build_policy().to_dict().items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+
+
+def changed(key: str, before: object, now: object) -> TrimtabError:
+    """The refusal of a setting that differs."""
+    return TrimtabError(
+        f"a resumed run keeps its settings: {key} was {before!r} and is now {now!r}; "
+        "leave it out, or start a new folder"
+    )

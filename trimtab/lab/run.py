@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run: its model, data, optimizer, faults and controller, and what an optimizer step does with them.
+
+    faults.at(step)                      the windows of this step, if any
+    for each micro-batch: loss.backward()
+    plan = controller.step()             norms, decision, switch; a bad step's gradients are gone
+    (plan.rerun: the same batch again)
+    controller.clip_grad_norm_(clip)     the same norms
+    optimizer.step()
+
+Batch, learning rate and faults are pure functions of the step, so a resumed run repeats the uninterrupted one bit for
+bit on the same machine.
+"""
+
+import math
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from trimtab.control.act import running
+from trimtab.control.controller import Controller
+from trimtab.control.record import CHECKPOINTS, Recorder
+from trimtab.control.selections import Selection
+from trimtab.control.values import Event, Plan
+from trimtab.errors import NoEffectWarning, TrimtabError
+from trimtab.lab import checkpoint
+from trimtab.lab.config import Config
+from trimtab.lab.data import Corpus, Sampler, eval_batches, load_corpus
+from trimtab.lab.faults import Faults, Windows, parse_faults
+from trimtab.lab.model import Decoder, ModelConfig
+from trimtab.lab.resume import changed, comparable
+from trimtab.linear.account import describe_saved
+from trimtab.linear.convert import ConvertReport, convert_
+from trimtab.linear.linear import load_path_state, path_state
+from trimtab.linear.paths import Recipe
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda params, config: torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay),
+    "sgd": lambda params, config: torch.optim.SGD(params, lr=config.lr, weight_decay=config.weight_decay, momentum=0.9),
+}
+
+
+class StepInfo(NamedTuple):
+    """What a progress display may want to know of a step."""
+
+    step: int
+    loss: float
+    lr: float
+    tokens_per_s: float
+    plan: Plan
+
+
+class Watcher(Protocol):
+    """Somebody who looks on: the command line's progress bar, or nobody."""
+
+    def started(self, run: "Run") -> None:
+        """The run is set up and about to begin at `run.step`."""
+
+    def stepped(self, info: StepInfo) -> None:
+        """One optimizer step is done."""
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        """The held-out part was evaluated."""
+
+    def happened(self, event: Event) -> None:
+        """The controller has something to say."""
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def started(self, run: "Run") -> None:
+        """Show nothing."""
+
+    def stepped(self, info: StepInfo) -> None:
+        """Show nothing."""
+
+    def evaluated(self, step: int, losses: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def happened(self, event: Event) -> None:
+        """Show nothing."""
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up over the first tenth of the steps, cosine to a tenth of the peak, then constant."""
+    warmup = max(1, round(0.1 * config.steps))
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, config.steps - warmup))
+    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class Run:
+    """The pieces of one run, built from its settings; deterministic by its seed.
+
+    Building one writes nothing. `record` gives it a run folder and its controller; then it can step.
+    """
+
+    recorder: Recorder
+
+    def __init__(self, config: Config, watcher: Watcher, selection: Selection | None = None) -> None:
+        self.config, self.watcher, self.selection = config, watcher, selection
+        self.corpus = load_corpus(config.data, tokenizer=config.tokenizer)
+        self.device = _device(config.device)
+        if config.threads or config.model == "micro":
+            torch.set_num_threads(config.threads or 1)
+        torch.manual_seed(config.seed)
+        self.model = _build_model(config, self.corpus).to(self.device)
+        self.report = None if config.recipe == "none" else _convert(self.model, config)
+        self.seq = self.model.config.max_seq
+        self.sampler = Sampler(self.corpus.train, batch=config.batch, seq=self.seq, seed=config.seed)
+        eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
+        if config.optimizer not in OPTIMIZERS:
+            raise TrimtabError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
+        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), config)
+        self.faults = self._bind(config.faults)
+        self.step, self.last_step = 0, config.steps
+        self.tokens_per_step = config.batch * config.accumulate * self.seq
+        self.controller = self._control(None)  # refuses what it cannot control before a folder is touched
+
+    def _bind(self, windows: Windows) -> Faults | None:
+        return Faults(self.model, windows) if parse_faults(windows) else None
+
+    def describe(self) -> dict[str, Any]:
+        """What run.json keeps: the settings, each fault window written out, and what identifies the text."""
+        windows = () if self.faults is None else self.faults.windows
+        corpus = {name: getattr(self.corpus, name) for name in ("name", "sha256", "num_bytes", "vocab_size")}
+        described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        described["hardware"] = {"device": str(self.device), "name": name, "threads": torch.get_num_threads()}
+        if self.report is not None:
+            batch = self.sampler.batch_at(0)[0].to(self.device)
+            described["saved"] = describe_saved(self.model, lambda: self.model(batch))
+        return described
+
+    def record(self, recorder: Recorder) -> None:
+        """Take a run folder, and start the controller."""
+        self.recorder = recorder
+        self.controller = self._control(recorder)
+
+    def _control(self, recorder: Recorder | None) -> Controller:
+        return Controller(
+            self.model,
+            self.config.build_policy(),
+            mode=self.config.mode,
+            total_steps=self.config.steps,
+            recorder=recorder,
+            on_event=self.watcher.happened,
+            units=None if self.report is not None else self.config.unit,
+            selection=self.selection,
+        )
+
+    def train_step(self) -> StepInfo:
+        """One optimizer step, run again once where the controller asks for it."""
+        started, config = time.perf_counter(), self.config
+        self.step += 1
+        rate = learning_rate(self.step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        while True:
+            if self.faults is not None:
+                self.faults.at(self.step)
+            with running(self.model, config.path):
+                loss = self._backward()
+            plan = self.controller.step()
+            if not plan.rerun:
+                break
+        if config.clip is not None and not plan.nonfinite:
+            self.controller.clip_grad_norm_(config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        speed = self.tokens_per_step / max(time.perf_counter() - started, 1e-9)
+        cost = round(1000 * self.controller.seconds, 4)
+        self.recorder.log(self.step, loss=loss, lr=rate, tokens_per_s=round(speed, 1), controller_ms=cost)
+        return StepInfo(self.step, loss, rate, speed, plan)
+
+    def _backward(self) -> float:
+        """Accumulate the gradient of the mean loss over the micro-batches; returns that loss."""
+        total = torch.zeros((), device=self.device)
+        for micro in range(self.config.accumulate):
+            inputs, targets = self.sampler.batch_at(self.step, micro)
+            loss = self.model(inputs.to(self.device), targets.to(self.device)).loss / self.config.accumulate
+            loss.backward()
+            total += loss.detach()
+        return total.item()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss on the held-out part, on both paths, without faults; changes no state of the run."""
+        if self.faults is not None:
+            self.faults.disarm()
+        self.model.eval()
+        losses = {}
+        for path in ("high", "low"):
+            with running(self.model, path):
+                parts = [
+                    (self.model(x.to(self.device), y.to(self.device)).loss.item(), y.numel())
+                    for x, y in eval_batches(
+                        self.corpus.held_out, batch=self.config.batch, seq=self.seq, limit=self.config.eval_batches
+                    )
+                ]
+            losses[f"eval_loss_{path}"] = sum(a * n for a, n in parts) / sum(n for _, n in parts)
+            if self.report is None:
+                losses["eval_loss_low"] = losses["eval_loss_high"]
+                break
+        self.model.train()
+        self.recorder.log(self.step, **losses)
+        return losses
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the weights are broken: the last healthy one is then kept."""
+        if not checkpoint.is_finite(self.model):
+            raise TrimtabError(
+                f"the weights are not finite at step {self.step}, so no checkpoint is written: "
+                "resume from the last one with a lower lr, or with clip=1"
+            )
+        state = {
+            "step": self.step,
+            "steps": self.last_step,
+            "config": self.config.to_dict(),
+            "data": self.corpus.sha256,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "controller": self.controller.state_dict(),
+            "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
+            "faults": None if self.faults is None else self.faults.state_dict(),
+            "rng": torch.get_rng_state(),
+            "offsets": self.recorder.offsets(),
+        }
+        checkpoint.save(self.recorder.folder / CHECKPOINTS, self.step, state)
+
+    def check(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of other text, another model or other settings, before anything is changed."""
+        if state["data"] != self.corpus.sha256:
+            raise TrimtabError(
+                f"{path} was trained on other text (sha256 {state['data'][:12]}, now {self.corpus.sha256[:12]}): "
+                "give the same data; the standard library's text differs between Python versions"
+            )
+        checkpoint.check_model(self.model, state["model"], path)
+        ours, theirs = comparable(self.config), comparable(Config.from_dict(state["config"]))
+        for key, value in theirs.items():
+            if value != ours[key]:
+                raise TrimtabError(
+                    f"{path} is of another run: {key} was {value!r} there and is {ours[key]!r} here; "
+                    "move it away, or start a new folder"
+                )
+
+    def check_faults(self, windows: Windows) -> None:
+        """Refuse other faults than the run has; globs are compared by what they name in this model."""
+        ours, theirs = ([] if f is None else [str(w) for w in f.windows] for f in (self.faults, self._bind(windows)))
+        if ours != theirs:
+            raise changed("faults", ours, theirs)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.controller.load_state_dict(state["controller"])
+        load_path_state(self.model, state["paths"])
+        if self.faults is not None:
+            self.faults.load_state_dict(state["faults"])
+        torch.set_rng_state(state["rng"])
+        self.step = int(state["step"])
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise TrimtabError(f"device must be one that torch can use here, got {name!r}: {reason}") from None
+    return device
+
+
+def _build_model(config: Config, corpus: Corpus) -> Decoder:
+    shape: dict[str, Any] = {"vocab_size": corpus.vocab_size, "kv_heads": config.kv_heads}
+    if config.num_experts:
+        shape |= {"num_experts": config.num_experts, "top_k": config.top_k}
+    if config.seq is not None:
+        shape["max_seq"] = config.seq
+    model = Decoder(ModelConfig.size(config.model, **shape), seed=config.seed, checkpointing=config.checkpointing)
+    return model.to(torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+
+
+def _convert(model: Decoder, config: Config) -> ConvertReport:
+    recipe = Recipe.named(config.recipe)
+    if config.roles is not None:
+        recipe = recipe.only(*(role.strip() for role in config.roles.split(",")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        try:
+            return convert_(model, recipe, unit=config.unit, backend=config.backend)
+        except NoEffectWarning:
+            raise TrimtabError(
+                f"a unit pattern must match a linear such as blocks.0.attn.q, got unit={config.unit!r}, which matches "
+                "none: there is nothing to convert"
+            ) from None
