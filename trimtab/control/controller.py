@@ -113,6 +113,7 @@ class Controller:
         self._on_event, self._recorder, self._selection = on_event, recorder, selection
         self._paused = False
         self._bad_steps = 0
+        self._began_in = "an earlier part of the run"
         self.seconds = 0.0  # how long the last step() took
         self.units: tuple[Unit, ...] = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
         switchable = np.array([unit.recoverable for unit in self.units], bool)
@@ -175,7 +176,7 @@ class Controller:
                 self._observer.drop()
         self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
         self.seconds = time.perf_counter() - started
-        self._count_bad(nonfinite)
+        self._count_bad(nonfinite, np.flatnonzero(reading.seen & ~np.isfinite(reading.norm)))
         return self.plan
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -247,15 +248,19 @@ class Controller:
             if self._on_event is not None:
                 self._on_event(event)
 
-    def _count_bad(self, nonfinite: bool) -> None:
+    def _count_bad(self, nonfinite: bool, guilty: np.ndarray) -> None:
         if self.plan.rerun:
             return
+        if nonfinite and self._bad_steps == 0:
+            names = [self.names[b] for b in guilty[:3]]
+            more = f" and {len(guilty) - 3} more" if len(guilty) > 3 else ""
+            self._began_in = (", ".join(names) or "parameters outside every unit") + more
         self._bad_steps = self._bad_steps + 1 if nonfinite else 0
         if self.mode == "act" and self._bad_steps >= self.policy.max_nonfinite:
             raise NonFiniteError(
                 f"the gradient was not finite for {self._bad_steps} steps in a row (max_nonfinite="
-                f"{self.policy.max_nonfinite}), last at step {self.plan.step}: lower the learning rate, or go back "
-                "to an earlier checkpoint; `trimtab report` names the units that started it"
+                f"{self.policy.max_nonfinite}), last at step {self.plan.step}; it began in {self._began_in}: lower the "
+                "learning rate, or go back to an earlier checkpoint"
             )
 
     def state_dict(self) -> dict[str, Any]:
