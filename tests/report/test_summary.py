@@ -249,3 +249,14 @@ def test_a_full_budget_names_the_threshold_and_a_value_that_would_be_quiet(
     assert trace is not None
     alarmed = [replay(trace.norms, low.replace(alpha=float(found[1]) - less)).alarmed[20:].mean() for less in (0, 0.03)]
     assert alarmed[0] <= 1 / per < alarmed[1]  # this value, and hardly a lower one
+
+
+def test_a_budget_that_known_faults_fill_is_not_blamed_on_anything_else(tmp_path: Path, make_run: Make) -> None:
+    policy = Policy(max_high=1, alpha=1.5, beta=2.0, warmup_steps=5)
+    fault = {"unit": "blocks.0.u", "kind": "grad_scale", "start": 30, "width": 300}
+    for name, config in (("unknown", {}), ("known", {"faults": [fault]})):
+        make_run(tmp_path / name, policy=policy, faults=((4, 30, 300, 8.0),), config=config)
+    unknown, known = summarize(tmp_path / "unknown"), summarize(tmp_path / "known")
+    assert known.metrics["hit_maxO"] == unknown.metrics["hit_maxO"] > 0.2
+    assert unknown.verdict.startswith("The budget was full")
+    assert known.verdict.startswith("Control acted")

@@ -2,8 +2,8 @@
 """Verdict: a run's numbers in one or two plain sentences, the gravest first.
 
 A non-finite gradient comes before everything. Then a budget that is always full, because then the controller
-no longer chooses: either a threshold is too low for these norms, or a few units hold the seats. Otherwise what
-control did, and to whom; or that there was nothing to do.
+no longer chooses: either a threshold is too low for these norms, or a few units hold the seats (unless known faults
+explain it, and the quiet steps are quiet). Otherwise what control did, and to whom; or that there was nothing to do.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,8 @@ def sentences(s: "Summary", too_low: str) -> Iterator[str]:
     full = s.metrics["hit_maxO"]
     main = brief(s.offenders[0].unit) if s.offenders else ""
     would = "" if s.acted else "would have "
-    if s.max_high and full > CROWDED:
+    faults_explain = s.quiet_passes < s.num_passes and s.metrics["false_alarms_per_1k"] < 1000 * CROWDED
+    if s.max_high and full > CROWDED and not faults_explain:
         cure = too_low or f"{plural(s.units_high, 'unit')} took it, {main} most often"
         was = "was" if s.acted else "would have been"
         yield f"The budget {was} full on {percent(full)} of steps: {cure}."
