@@ -38,8 +38,9 @@ browser:
 	sh scripts/install_browser.sh
 
 bench: setup
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/replay.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay.py
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -174,7 +174,8 @@ class Controller:
             self._set_plan(int(verdict.steps[0]), nonfinite=nonfinite, rerun=bool(verdict.rerun[0]))
             if self.mode == "act" and (nonfinite or self.plan.rerun):
                 self._observer.drop()
-        self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
+        with _span("trimtab::record"):
+            self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
         self.seconds = time.perf_counter() - started
         self._count_bad(nonfinite, np.flatnonzero(reading.seen & ~np.isfinite(reading.norm)))
         return self.plan
