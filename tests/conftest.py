@@ -9,8 +9,11 @@ os.environ.pop("TRIMTAB", None)
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("trimtab", deadline=None)  # a busy machine is not a failure
+settings.load_profile("trimtab")
 
 
 @pytest.fixture(autouse=True)
