@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo over several seeds, with and without running bad batches again: what holds, and how far it spreads.
 
-    python benchmarks/demo_seeds.py [--seeds 3] [--out runs/demo_seeds]
+    python benchmarks/demo_seeds.py [--first 0] [--seeds 3] [--out runs/demo_seeds]
 
 Per seed: high, low, control (the demo's policy), random at control's own count per step; and `next step`, the same
 policy without `replay_step`, where one bad update per trigger always reaches the weights.
@@ -23,10 +23,11 @@ def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, default=Path("runs/demo_seeds"))
     args = parser.parse_args()
     table = {}
-    for seed in range(args.seeds):
+    for seed in range(args.first, args.first + args.seeds):
         settings = SETTINGS | {"seed": seed}
         out = args.out / str(seed)
         outcome = run_demo(settings, out, lambda _: nullcontext(Silent()), force=True)
@@ -43,7 +44,7 @@ def main() -> None:
             "blamed_right": f"{outcome.blamed}/{outcome.windows}",
         }
         print(seed, table[f"seed {seed}"], flush=True)
-    save("demo_seeds", table, settings=SETTINGS, seeds=args.seeds)
+    save(f"demo_seeds_{args.first}", table, settings=SETTINGS, seeds=args.seeds)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@
 
 All arms run the same converted FP8 model on the low path, on the same batches. `plain` has no controller;
 `control` reads norms, judges and decides; `control+record` also writes the trace and a metrics line per step;
+A step varies more than the controller costs, so its own call is timed as well (`call_ms`).
 `item` is what peers do instead: one `.item()` per parameter, and no decision at all.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -55,13 +57,24 @@ def main() -> None:
     args = parser.parse_args()
     policy = Policy(max_high=0, warmup_steps=10)  # nobody goes high: only the controller's own cost is measured
 
+    costs: list[float] = []
+
+    def control(model: nn.Module) -> Callable[[], object]:
+        controller = Controller(model, policy)
+
+        def hook() -> None:
+            controller.step()
+            costs.append(controller.seconds)
+
+        return hook
+
     def items(model: nn.Module) -> Callable[[], object]:
         return lambda: [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
 
     with tempfile.TemporaryDirectory() as folder:
         hooks: dict[str, Callable[[nn.Module], Callable[[], object]]] = {
             "plain": lambda model: lambda: None,
-            "control": lambda model: Controller(model, policy).step,
+            "control": control,
             "control+record": lambda model: Controller(model, policy, recorder=Recorder(Path(folder) / "run")).step,
             "item": items,
         }
@@ -69,6 +82,8 @@ def main() -> None:
         for run in arms.values():
             run()  # warm up
         table = against(interleave(arms, args.rounds), "plain")
+    table["control"]["call_ms"] = round(1000 * statistics.median(costs), 4)
+    table["control"]["call_share"] = round(1000 * statistics.median(costs) / table["plain"]["ms"], 5)
     save(f"overhead_cpu_{args.model}", table, rounds=args.rounds, steps=args.steps, batch=args.batch, seed=0)
 
 

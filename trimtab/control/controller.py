@@ -109,6 +109,8 @@ class Controller:
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
+        # Observe mode never asks for a batch to be run again.
+        self._in_force = self.policy if self.mode == "act" else self.policy.replace(replay_step=None)
         self.total_steps = total_steps
         self._on_event, self._recorder, self._selection = on_event, recorder, selection
         self._paused = False
@@ -127,7 +129,7 @@ class Controller:
             recorder.open_trace(
                 list(self.names),
                 recoverable=self._recoverable,
-                policy=self._policy_now().to_dict(),  # what a replay of the rows must use
+                policy=self._in_force.to_dict(),  # what a replay of the rows must use
                 max_high=self.limits.max_high,
                 warmup_steps=self.limits.warmup_steps,
                 total_steps=total_steps,
@@ -164,7 +166,7 @@ class Controller:
         with _span("trimtab::decide"):
             ran, before = self._executed(), self._state
             verdict, self._state = advance(
-                before, reading.norm[None], reading.seen[None], self._recoverable, self._policy_now(), self.limits
+                before, reading.norm[None], reading.seen[None], self._recoverable, self._in_force, self.limits
             )
             if self._selection is not None:
                 verdict = self._reselect(verdict, self._selection)
@@ -216,12 +218,6 @@ class Controller:
         high = selection(int(verdict.steps[0]), verdict)
         self._state = self._state._replace(ledger=self._state.ledger._replace(high=high))
         return verdict._replace(choice=verdict.choice._replace(high=high[None]))
-
-    def _policy_now(self) -> Policy:
-        """The policy in force: observe mode never asks for a batch to be run again."""
-        if self.mode == "act" or self.policy.replay_step is None:
-            return self.policy
-        return self.policy.replace(replay_step=None)
 
     def _executed(self) -> np.ndarray:
         """The set that really runs high in the step under way."""

@@ -18,7 +18,6 @@ No torch here: a policy is judged on a laptop from a recorded trace.
 """
 
 import dataclasses
-import difflib
 import math
 import sys
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trimtab.checks import is_positive, is_whole, meant, require
 from trimtab.errors import TrimtabError
 
 HISTORIES = ("cumulative", "winsorized", "exclude_triggered", "ema", "window")
@@ -97,30 +97,30 @@ class Policy:
 
     def __post_init__(self) -> None:
         steps = self.rebase_at if isinstance(self.rebase_at, list | tuple) else (self.rebase_at,)
-        _require(all(_whole(s) and s >= 1 for s in steps), "rebase_at must hold steps from 1 on", self.rebase_at)
+        require(all(is_whole(s, 1) for s in steps), "rebase_at must hold steps from 1 on", self.rebase_at)
         object.__setattr__(self, "rebase_at", tuple(steps))
         _check_max_high(self.max_high)
         for name in ("alpha", "eps", "kappa"):
-            _require(_positive(getattr(self, name)), f"{name} must be a positive number", getattr(self, name))
+            require(is_positive(getattr(self, name)), f"{name} must be a positive number", getattr(self, name))
         for name in ("alpha_warmup", "beta", "replay_step"):
             value = getattr(self, name)
-            _require(value is None or _positive(value), f"{name} must be a positive number or None", value)
+            require(value is None or is_positive(value), f"{name} must be a positive number or None", value)
         least = {"window": 1, "lock_steps": 0, "max_nonfinite": 1, "max_freeze": 1, "span": 1, "lock_max": 1}
         least |= {"repeat_within": 1, "persistent_after": 1}
         for name, low in least.items():
             value = getattr(self, name)
-            _require(_whole(value) and value >= low, f"{name} must be a whole number of at least {low}", value)
+            require(is_whole(value, low), f"{name} must be a whole number of at least {low}", value)
         for name, low in {"memory": 1, "warmup_steps": 0}.items():
             value = getattr(self, name)
-            fine = value is None or (_whole(value) and value >= low)
-            _require(fine, f"{name} must be a whole number of at least {low}, or None", value)
-        _require(_positive(self.decay) and self.decay < 1, "decay must lie between 0 and 1", self.decay)
-        _require(
-            _positive(self.lock_growth) and self.lock_growth >= 1, "lock_growth must be at least 1", self.lock_growth
+            fine = value is None or is_whole(value, low)
+            require(fine, f"{name} must be a whole number of at least {low}, or None", value)
+        require(is_positive(self.decay) and self.decay < 1, "decay must lie between 0 and 1", self.decay)
+        require(
+            is_positive(self.lock_growth) and self.lock_growth >= 1, "lock_growth must be at least 1", self.lock_growth
         )
-        _require(isinstance(self.prefer_locked, bool), "prefer_locked must be True or False", self.prefer_locked)
-        _require(self.history in HISTORIES, f"history must be one of {', '.join(HISTORIES)}", self.history)
-        _require(self.warmup in WARMUPS, f"warmup must be one of {', '.join(WARMUPS)}", self.warmup)
+        require(isinstance(self.prefer_locked, bool), "prefer_locked must be True or False", self.prefer_locked)
+        require(self.history in HISTORIES, f"history must be one of {', '.join(HISTORIES)}", self.history)
+        require(self.warmup in WARMUPS, f"warmup must be one of {', '.join(WARMUPS)}", self.warmup)
 
     def resolve(self, num_units: int, total_steps: int | None) -> Limits:
         """Make the budget a count of units and the warm-up a count of steps."""
@@ -159,18 +159,14 @@ class Policy:
         names = [f.name for f in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(names)}"
-                raise TrimtabError(f"unknown policy setting {name!r}: {hint}")
+                raise TrimtabError(f"unknown policy setting {name!r}: {meant(name, names)}")
         return cls(**values)
 
     @classmethod
     def preset(cls, name: str) -> "Policy":
         """A policy by name: the rows of the paper's settings, and `steady` for norms that do not fall."""
         if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else ""
-            raise TrimtabError(f"unknown preset {name!r}: valid are {', '.join(PRESETS)}. {hint}".rstrip())
+            raise TrimtabError(f"unknown preset {name!r} (there are {', '.join(PRESETS)}): {meant(name, PRESETS)}")
         return PRESETS[name]
 
     @classmethod
@@ -189,7 +185,7 @@ class Policy:
         from trimtab.control.replay import replay  # replay builds on policy: imported late to keep the arrow one-way
 
         base = cls() if base is None else base
-        if not (_positive(false_alarms_per_1k) and false_alarms_per_1k <= 1000):
+        if not (is_positive(false_alarms_per_1k) and false_alarms_per_1k <= 1000):
             raise TrimtabError(f"false_alarms_per_1k must lie in (0, 1000], got {false_alarms_per_1k!r}")
         norms = np.asarray(getattr(trace, "norms", trace), dtype=np.float32)
         if norms.ndim != 2 or len(norms) < skip + 50:
@@ -229,25 +225,12 @@ def without_outliers(values: np.ndarray) -> np.ndarray:
     return values[peaks <= third + 3 * (third - first)]
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise TrimtabError(f"{rule}, got {value!r}")
-
-
 def _check_max_high(value: int | float) -> None:
-    if _whole(value):
-        _require(value >= 0, "max_high as a count must be at least 0 (0 = never act)", value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        require(value >= 0, "max_high as a count must be at least 0 (0 = never act)", value)
     else:
         fine = isinstance(value, float) and 0 < value <= 1
-        _require(fine, "max_high must be a count of units, or a fraction of them in (0, 1]", value)
+        require(fine, "max_high must be a count of units, or a fraction of them in (0, 1]", value)
 
 
 PRESETS: dict[str, Policy] = {

@@ -9,14 +9,13 @@ are read as TOML would read them, and as plain text where that fails, so `recipe
 """
 
 import dataclasses
-import difflib
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.checks import is_number, is_whole, meant, require
 from trimtab.control.policy import Policy
 from trimtab.errors import TrimtabError, missing_extra
 
@@ -92,37 +91,37 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, valid in CHOICES.items():
-            _require(getattr(self, name) in valid, f"{name} must be one of {', '.join(valid)}", getattr(self, name))
+            require(getattr(self, name) in valid, f"{name} must be one of {', '.join(valid)}", getattr(self, name))
         for name in ("steps", "batch", "accumulate", "eval_batches", "top_k"):
-            _require(
-                _whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
+            require(
+                is_whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
             )
         for name in ("eval_every", "checkpoint_every", "seed", "num_experts", "threads"):
-            _require(
-                _whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
+            require(
+                is_whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
             )
         for name in ("seq", "kv_heads"):
             value = getattr(self, name)
-            _require(value is None or _whole(value, 1), f"{name} must be a whole number of at least 1, or none", value)
-        _require(_number(self.lr) and self.lr > 0, "lr must be a positive number", self.lr)
-        _require(
-            _number(self.weight_decay) and self.weight_decay >= 0,
+            require(value is None or is_whole(value, 1), f"{name} must be a whole number of at least 1, or none", value)
+        require(is_number(self.lr) and self.lr > 0, "lr must be a positive number", self.lr)
+        require(
+            is_number(self.weight_decay) and self.weight_decay >= 0,
             "weight_decay must not be negative",
             self.weight_decay,
         )
-        _require(
-            self.clip is None or (_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
+        require(
+            self.clip is None or (is_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
         )
-        _require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
+        require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
         for name in ("model", "data", "recipe", "optimizer", "device"):
             value = getattr(self, name)
-            _require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
+            require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
         for name in ("roles", "tokenizer"):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
-        _require(isinstance(self.checkpointing, bool), "checkpointing must be true or false", self.checkpointing)
+            require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
+        require(isinstance(self.checkpointing, bool), "checkpointing must be true or false", self.checkpointing)
         patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
-        _require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
+        require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
         if self.recipe == "none" and self.mode == "act":
             raise TrimtabError("mode=act needs something to switch, and recipe=none converts nothing: set mode=observe")
         self.build_policy()
@@ -230,18 +229,4 @@ def _read_yaml(path: Path, text: str) -> Any:
 def _hint(key: str, known: Sequence[str]) -> str:
     if key in {f.name for f in dataclasses.fields(Policy)} | {"preset"}:
         return f"did you mean policy.{key}?"
-    near = difflib.get_close_matches(str(key), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(known)}"
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise TrimtabError(f"{rule}, got {value!r}")
+    return meant(key, known)

@@ -7,7 +7,7 @@ docs/runs.md what the folder holds.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ class Result:
     eval_loss_high: float
     eval_loss_low: float
     summary: dict[str, float]
-    num_high: list[int] = field(repr=False)
-    """Units that ran high in each step that this process ran."""
     finished_before: bool = False
     """The run had been finished already; nothing was done."""
 
@@ -72,12 +70,11 @@ def train(
 
 def _drive(run: Run) -> Result:
     """From the run's step to the last, with evaluations and checkpoints on the way."""
-    config, recent, num_high = run.config, [], []
+    config, recent = run.config, []
     losses = {"eval_loss_high": math.nan, "eval_loss_low": math.nan}
     run.watcher.started(run)
     with run.recorder:
         while run.step < run.last_step:
-            num_high.append(run.controller.plan.num_high)
             info = run.train_step()
             recent = [*recent[-19:], info.loss]
             run.watcher.stepped(info)
@@ -94,10 +91,9 @@ def _drive(run: Run) -> Result:
         eval_loss_high=losses["eval_loss_high"],
         eval_loss_low=losses["eval_loss_low"],
         summary=run.controller.summary() if config.mode != "off" else {},
-        num_high=num_high,
     )
 
 
 def _finished(folder: Path, state: Mapping[str, Any]) -> Result:
     nan = math.nan
-    return Result(folder, int(state["step"]), nan, nan, nan, {}, [], finished_before=True)
+    return Result(folder, int(state["step"]), nan, nan, nan, {}, finished_before=True)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few checks that settings need: a rule that must hold, kinds of numbers, and the name somebody meant."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+from trimtab.errors import TrimtabError
+
+
+def require(holds: bool, rule: str, value: object) -> None:
+    """Raise with the rule and the value that broke it."""
+    if not holds:
+        raise TrimtabError(f"{rule}, got {value!r}")
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """A whole number of at least `least`; True and False are not numbers."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """A finite number; True and False are not numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_positive(value: object) -> bool:
+    """A finite number above zero."""
+    return is_number(value) and value > 0  # pyright: ignore[reportOperatorIssue]
+
+
+def meant(name: object, valid: Iterable[str]) -> str:
+    """What to tell somebody who gave an unknown name: the nearest valid one, or all of them."""
+    valid = list(valid)
+    near = difflib.get_close_matches(str(name), valid, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
