@@ -5,8 +5,8 @@
 
 All arms run the same converted FP8 model on the low path, on the same batches. `plain` has no controller;
 `control` reads norms, judges and decides; `control+record` also writes the trace and a metrics line per step;
-A step varies more than the controller costs, so its own call is timed as well (`call_ms`).
-`item` is what peers do instead: one `.item()` per parameter, and no decision at all.
+`item` is what peers do instead: one `.item()` per parameter, and no decision at all. A step varies more than
+the controller costs, so its own call is timed as well (`call_ms`).
 """
 
 import argparse
