@@ -6,12 +6,16 @@ rotates, and a ratio is the median over rounds of arm over baseline *within* a r
 """
 
 import json
+import math
+import multiprocessing
 import os
 import platform
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,6 +67,43 @@ def save(name: str, table: Any, **more: Any) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(table, indent=2))
+
+
+def train_all(
+    runs: dict[str, dict[str, Any]], out: Path, *, jobs: int, measure: Callable[[Path], dict[str, float]] | None = None
+) -> dict[str, dict[str, float]]:
+    """Train every named run, `jobs` at a time, each in a process of its own; what each ended with, by name.
+
+    A run that is in `out` already is not trained again. `measure` adds figures taken from the finished run folder.
+    """
+    found = {}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        tasks = {pool.submit(_train, out / name, settings, measure): name for name, settings in runs.items()}
+        for task in as_completed(tasks):
+            found[tasks[task]] = task.result()
+            print(tasks[task], found[tasks[task]], flush=True)
+    return {name: found[name] for name in runs}
+
+
+def _train(out: Path, settings: dict[str, Any], measure: Callable[[Path], dict[str, float]] | None) -> dict[str, float]:
+    from trimtab.lab.train import train
+
+    torch.set_float32_matmul_precision("high")  # TF32 where there is a GPU: these runs compare, they do not certify
+    done = out / "figures.json"
+    if done.is_file():
+        return json.loads(done.read_text())
+    started = time.perf_counter()
+    try:
+        result = train(settings, out, force=True)
+        figures = {"loss": result.loss, "eval_loss": result.eval_loss_high, "promotion": 0.0}
+        figures |= {"promotion": result.summary.get("promotion_ratio", 0.0)} if result.summary else {}
+        figures |= {"seconds": round(time.perf_counter() - started, 1)}
+        figures |= measure(out) if measure is not None else {}
+    except trimtab.TrimtabError as error:  # a run that broke is a result too
+        figures = {"loss": math.nan, "eval_loss": math.nan, "error": str(error)}
+    out.mkdir(parents=True, exist_ok=True)
+    done.write_text(json.dumps(figures))
+    return figures
 
 
 def _cpu() -> str:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "trimtab").rglob("*.py"))
-ROOMS = ("control", "linear", "lab", "report", "cli")
+ROOMS = ("control", "linear", "nn", "optim", "retrain", "lab", "report", "cli")
 TORCH_FREE = (
     *(f"control.{name}" for name in ("judge", "decide", "advance", "policy", "tally", "replay", "values", "record")),
     *("control.writers", "errors", "__init__", "lab.config"),
@@ -21,9 +21,12 @@ TORCH_FREE = (
 ALLOWED = {
     "control": (),
     "linear": ("trimtab.control.units",),
+    "nn": (),
+    "optim": (),
+    "retrain": ("trimtab.linear.quantize", "trimtab.linear.hadamard", "trimtab.nn"),
     "report": ("trimtab.control",),
-    "lab": ("trimtab.control", "trimtab.linear", "trimtab.report"),
-    "cli": ("trimtab.control", "trimtab.linear", "trimtab.report", "trimtab.lab"),
+    "lab": tuple(f"trimtab.{room}" for room in ("control", "linear", "nn", "optim", "retrain", "report")),
+    "cli": tuple(f"trimtab.{room}" for room in ("control", "linear", "nn", "optim", "retrain", "report", "lab")),
 }
 
 
@@ -72,7 +75,7 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
 
 def test_what_every_room_uses_knows_no_room() -> None:
     rooms = tuple(f"trimtab.{room}" for room in ROOMS)
-    for name in ("errors", "modules"):
+    for name in ("errors", "checks", "modules", "shards"):
         assert not [one for one in imports_of(ROOT / "trimtab" / f"{name}.py") if is_within(one, rooms)]
 
 

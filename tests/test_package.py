@@ -59,7 +59,7 @@ def test_each_name_resolves_to_what_bears_it(name: str) -> None:
     assert getattr(trimtab, name) is value
 
 
-@pytest.mark.parametrize("room", ["control", "linear", "lab", "report"])
+@pytest.mark.parametrize("room", ["control", "lab", "linear", "nn", "optim", "report", "retrain"])
 def test_each_room_is_reached_by_its_name(room: str) -> None:
     assert script(f"import trimtab; print(trimtab.{room}.__name__)").strip() == f"trimtab.{room}"
 

@@ -12,7 +12,7 @@
         optimizer.zero_grad()
 
 The names below load on first use (PEP 562), so that the command line, `replay` and `report` need no torch.
-Everything else is reached through its room: `trimtab.linear`, `trimtab.control`, `trimtab.lab`.
+Everything else is reached through its room: `trimtab.linear`, `trimtab.optim`, `trimtab.nn`, ...
 """
 
 import importlib
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in ("control", "linear", "lab", "report"):
+    if name in ("control", "lab", "linear", "nn", "optim", "report", "retrain"):
         return importlib.import_module(f"trimtab.{name}")
     raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it has {', '.join(__all__)}")
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
-from trimtab.lab.faults import KINDS, Faults, FaultWindow, flipped, parse_faults, zeroed
+from trimtab.lab.damage import flipped, spiked, zeroed
+from trimtab.lab.faults import KINDS, Faults, FaultWindow, parse_faults
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.linear.convert import convert_
 
@@ -36,7 +37,8 @@ class _Low(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         g = grads[0] if ctx.fault is None else ctx.fault.grad_output(grads[0])
         g = _saturated("grad_output", g, ctx.fault)
-        return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2), None
+        grad_weight = g.flatten(0, -2).T @ x.flatten(0, -2)
+        return g @ weight, grad_weight if ctx.fault is None else ctx.fault.grad_weight(grad_weight), None
 
 
 def _saturated(operand: str, x: Tensor, fault: Any) -> Tensor:
@@ -223,6 +225,37 @@ def test_flipped_elements_are_a_fixed_share(num: int, share: float, place: int) 
     assert hit >= 1 or num == 0
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (96, 128), (3, 5), (1,)])
+def test_spikes_have_the_score_asked_for_and_all_else_stays(shape: tuple[int, ...]) -> None:
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    hit = spiked(g, 1000.0, place=4711)
+    changed = hit != g
+    assert changed.sum() == max(1, -(-(g.numel() - 4711 % min(4096, g.numel())) // 4096))
+    torch.testing.assert_close(hit[changed].abs() / g.abs().mean(), torch.full((int(changed.sum()),), 1000.0))
+    assert torch.equal(hit[changed].sign(), g[changed].sign())
+
+
+@pytest.mark.parametrize("kind", ["grad_spike", "grad_burst"])
+def test_a_spike_reaches_the_weights_gradient_alone(kind: str) -> None:
+    results = []
+    for windows in ("", f"blocks.0.mlp.up:{kind}:start=1,size=500"):
+        torch.manual_seed(0)
+        decoder = Decoder(ModelConfig.size("micro", width=16, heads=2, ffn=24, max_seq=8), seed=0)
+        convert_(decoder, "fp8")
+        if windows:
+            Faults(decoder, windows).at(1)
+        tokens = torch.randint(0, 256, (2, 8))
+        decoder(tokens, tokens).loss.backward()
+        results.append({name: p.grad.clone() for name, p in decoder.named_parameters()})
+    differing = [name for name in results[0] if not torch.equal(results[0][name], results[1][name])]
+    assert differing == ["blocks.0.mlp.up.weight"]
+    clean, hit = (result[differing[0]] for result in results)
+    if kind == "grad_burst":
+        torch.testing.assert_close(hit, 500 * clean)
+    else:
+        assert hit.abs().max() / clean.abs().mean() == pytest.approx(500, rel=1e-4)
+
+
 def test_a_bit_flip_leaves_shape_and_source_alone() -> None:
     fault, g = _armed("bit_flip", size=0.01), torch.randn(10, 20, 5).transpose(0, 2)
     before = g.clone()
@@ -351,7 +384,7 @@ def test_converted_linears_fail_in_the_window_and_on_the_low_path_alone(kind: st
     hit = _step(model)
     same = _same(clean, hit)
     assert not same[f"{unit}.weight"] or not same["logits"]
-    assert same["logits"] == (kind in ("grad_scale", "bit_flip", "nan"))
+    assert same["logits"] == (kind in ("grad_scale", "grad_burst", "grad_spike", "bit_flip", "nan"))
     model.blocks[1].mlp.up.switch.forced = True
     immune = _step(model)
     faults.disarm()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab's decoder: its sizes, its structure, and that it learns."""
 
+import copy
 import dataclasses
+import io
 import math
 import sysconfig
 from pathlib import Path
@@ -9,13 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 
+import trimtab
+from trimtab.control.units import find_units
 from trimtab.errors import TrimtabError
-from trimtab.lab.model import SIZES, Decoder, Mixture, ModelConfig, SwiGLU, rope, rope_tables, route
+from trimtab.lab.model import (
+    SIZES,
+    Decoder,
+    Mixture,
+    ModelConfig,
+    SwiGLU,
+    causal_attention,
+    rope,
+    rope_tables,
+    route,
+)
 from trimtab.modules import output_head
+from trimtab.nn import SSNorm
 
 SMALL = ModelConfig(vocab_size=32, width=16, layers=2, heads=2, ffn=24, max_seq=12)
 ROUTED = dataclasses.replace(SMALL, num_experts=4, top_k=2)
+OSP = dataclasses.replace(SMALL, norm="ssnorm", embproj=True)
 
 
 def _tokens(config: ModelConfig, batch: int = 2) -> torch.Tensor:
@@ -66,7 +83,7 @@ def test_a_size_takes_overrides_and_names_what_it_does_not_know() -> None:
         ({"layers": 0}, "layers must be at least 1"),
         ({"num_experts": 2, "top_k": 3}, "top_k must lie between 1 and num_experts"),
         ({"num_experts": -1}, "num_experts must be 0"),
-        ({"norm": "layernorm"}, "rmsnorm, got 'layernorm'"),
+        ({"norm": "layernorm"}, "rmsnorm, ssnorm, got 'layernorm'"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(change: dict, message: str) -> None:
@@ -183,7 +200,7 @@ def test_an_expert_without_tokens_has_no_gradient() -> None:
     assert 2 <= len(used) <= 8
 
 
-@pytest.mark.parametrize("config", [SMALL, ROUTED])
+@pytest.mark.parametrize("config", [SMALL, ROUTED, OSP, dataclasses.replace(OSP, num_experts=4)])
 def test_checkpointing_gives_bit_equal_gradients(config: ModelConfig) -> None:
     plain, recomputed = Decoder(config, seed=0), Decoder(config, seed=0, checkpointing=True)
     calls: list[int] = []
@@ -252,6 +269,112 @@ def test_swiglu_is_its_formula() -> None:
     gate = x @ layer.gate.weight.T
     expected = (gate * gate.sigmoid() * (x @ layer.up.weight.T)) @ layer.down.weight.T
     torch.testing.assert_close(layer(x), expected)
+
+
+def test_ssnorm_replaces_every_norm_and_uses_the_same_eps() -> None:
+    model = Decoder(dataclasses.replace(SMALL, norm="ssnorm", norm_eps=1e-3), seed=0)
+    norms = [module for module in model.modules() if isinstance(module, SSNorm)]
+    assert len(norms) == 5
+    assert not any(isinstance(module, nn.RMSNorm) for module in model.modules())
+    assert all(norm.eps == 1e-3 and norm.weight.tolist() == [1.0] for norm in norms)
+    # With all gains at one the two kinds of norm are one function.
+    tokens = _tokens(SMALL)[:, :-1]
+    plain = Decoder(dataclasses.replace(SMALL, norm_eps=1e-3), seed=0)
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+
+
+def test_embproj_is_its_formula_and_starts_orthogonal() -> None:
+    model, tokens = Decoder(OSP, seed=3), _tokens(OSP)[:, :-1]
+    seen: dict[str, torch.Tensor] = {}
+    model.blocks[0].register_forward_pre_hook(lambda _, args: seen.update(x0=args[0]))
+    model.norm.register_forward_hook(lambda _, args, y: seen.update(last=y))
+    logits = model(tokens).logits
+    P, R = model.embed_proj.weight, model.head_proj.weight
+    torch.testing.assert_close(seen["x0"], model.embed.weight[tokens] @ P.T)
+    torch.testing.assert_close(logits, linear(linear(seen["last"], R), model.head.weight))
+    for matrix in (P, R):
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(16), rtol=0, atol=2e-6)
+    assert not torch.equal(P, R)
+
+
+@pytest.mark.parametrize("config", [SMALL, ROUTED, dataclasses.replace(SMALL, tied=True)])
+def test_embproj_leaves_the_other_weights_of_a_seed_as_they_were(config: ModelConfig) -> None:
+    plain = Decoder(config, seed=3).state_dict()
+    first, second = (Decoder(dataclasses.replace(config, embproj=True), seed=3).state_dict() for _ in range(2))
+    assert set(first) - set(plain) == {"embed_proj.weight", "head_proj.weight"}
+    assert all(torch.equal(first[name], value) for name, value in plain.items())
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def test_every_parameter_of_an_osp_model_gets_a_gradient_tied_or_not() -> None:
+    for tied in (False, True):
+        assert all(g is not None and g.any() for g in _gradients(Decoder(dataclasses.replace(OSP, tied=tied))).values())
+
+
+def test_under_autocast_embproj_keeps_the_residual_stream_wide() -> None:
+    model, types = Decoder(OSP, seed=0), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: types.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(_tokens(OSP)[:, :-1])
+    assert types == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("config", [OSP, dataclasses.replace(OSP, num_experts=4), dataclasses.replace(OSP, tied=True)])
+def test_conversion_leaves_projections_and_head_high(config: ModelConfig) -> None:
+    model = Decoder(config, seed=0)
+    assert output_head(model) is model.head
+    watched = {unit.name for unit in find_units(model)}
+    assert {"embed_proj", "head_proj"} <= watched
+    report = trimtab.convert_(model, "fp8")
+    assert all(path.startswith("blocks.") for path in report.covered)
+    assert {"embed_proj", "head_proj", "head"} <= set(report.skipped)
+    assert {unit.name for unit in find_units(model)} == set(report.covered)
+    _gradients(model)
+    controller = trimtab.Controller(model, trimtab.Policy(max_high=1), total_steps=10)
+    controller.step()
+
+
+def test_attend_gets_the_true_keys_and_values_and_can_be_replaced() -> None:
+    config = ModelConfig(vocab_size=32, width=32, layers=2, heads=4, ffn=24, max_seq=12, kv_heads=2)
+    model, tokens, shapes = Decoder(config, seed=0), _tokens(config)[:, :-1], []
+    before = model(tokens).logits
+    keys = set(model.state_dict())
+
+    def halved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shapes.append((tuple(q.shape), tuple(k.shape), tuple(v.shape)))
+        return causal_attention(q, k, 0.5 * v)
+
+    assert model.blocks[0].attn.attend is causal_attention
+    for block in model.blocks:
+        block.attn.attend = halved
+    after = model(tokens).logits
+    assert shapes == [((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8))] * 2
+    scaled = Decoder(config, seed=0)
+    for block in scaled.blocks:
+        block.attn.v.weight.data *= 0.5
+    torch.testing.assert_close(after, scaled(tokens).logits)
+    assert not torch.allclose(after, before)
+    assert set(model.state_dict()) == keys
+
+
+def test_causal_attention_repeats_what_heads_share() -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    y = causal_attention(q, k, v)
+    for head in range(4):
+        shared = slice(head // 2, head // 2 + 1)
+        expected = scaled_dot_product_attention(q[:, head : head + 1], k[:, shared], v[:, shared], is_causal=True)
+        torch.testing.assert_close(y[:, head : head + 1], expected)
+
+
+def test_a_decoder_can_be_copied_and_pickled_whole() -> None:
+    model, tokens = Decoder(OSP, seed=0), _tokens(OSP)[:, :-1]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
+        assert other.blocks[0].attn.attend is causal_attention
 
 
 @pytest.mark.parametrize("experts", [0, 4])

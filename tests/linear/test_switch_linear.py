@@ -393,6 +393,10 @@ class Spy:
         self.seen.append("grad_output")
         return g * self.factor
 
+    def grad_weight(self, g):
+        self.seen.append("grad_weight")
+        return g
+
     def amax(self, operand, amax):
         self.seen.append(operand)
         return amax
@@ -409,7 +413,7 @@ def test_a_fault_touches_the_low_path_only(name):
     assert fault.seen == []
     assert same(*results)
     train(model, 1)
-    assert {"output", "grad_output"} <= set(fault.seen)
+    assert {"output", "grad_output", "grad_weight"} <= set(fault.seen)
 
 
 @pytest.mark.parametrize("name", RECIPES)

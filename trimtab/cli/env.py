@@ -45,8 +45,10 @@ def facts() -> dict[str, str]:
 
 def to_toml(values: dict[str, Any]) -> str:
     """Settings as TOML that --config reads back; what is none is written "none"."""
-    lines = [_toml_line(key, value) for key, value in values.items() if key != "policy"]
-    lines += ["", "[policy]"] + [_toml_line(key, value) for key, value in values["policy"].items()]
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [_toml_line(key, value) for key, value in values.items() if key not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"] + [_toml_line(key, value) for key, value in table.items()]
     return "\n".join(lines)
 
 

@@ -4,8 +4,9 @@
     trimtab train --config run.toml --set lr=2e-3 --set policy.alpha=2
 
 A file (TOML or YAML) holds the same keys as the command line; the policy's own are `policy.alpha` there and a
-`[policy]` table in a file, with `policy.preset` as the starting point for the rest. Values on the command line
-are read as TOML would read them, and as plain text where that fails, so `recipe=fp8` needs no quotes.
+`[policy]` table in a file, with `policy.preset` as the starting point for the rest; the options of the optimizer and of
+the gradient transform are tables alike. Values on the command line are read as TOML would read them, and as plain text
+where that fails, so `recipe=fp8` needs no quotes. Some files come with trimtab: `--config osp`.
 """
 
 import dataclasses
@@ -25,7 +26,12 @@ CHOICES = {
     "path": ("plan", "high", "low"),
     "dtype": ("fp32", "bf16"),
     "backend": ("auto", "emulated", "real"),
+    "norm": ("rmsnorm", "ssnorm"),
+    "lr_schedule": ("cosine", "trapezoid"),
 }
+TABLES = ("policy", "optimizer_options", "transform_options")
+"""Settings that are tables themselves: `policy.alpha=2` sets one entry."""
+SHIPPED = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +39,17 @@ class Config:
     """Settings of one training run."""
 
     model: str = "micro"
-    """Size of the decoder: micro, tiny, 60m, 130m, 350m, 1b."""
+    """Size of the decoder: micro, tiny, 60m, 130m, 350m, 1b, osp-1.4b."""
     kv_heads: int | None = None
     """Key and value heads, fewer than heads for grouped queries; None means as many."""
     num_experts: int = 0
     """Experts per layer; 0 is a dense model."""
     top_k: int = 2
     """Experts per token."""
+    norm: str = "rmsnorm"
+    """`rmsnorm`, or `ssnorm`: one gain for all features instead of one each (OSP)."""
+    embproj: bool = False
+    """A square matrix after the embedding and one before the head, to keep their outliers apart (OSP)."""
     data: str = "stdlib"
     """`stdlib` (the text of Python's own library), or a file, folder or .jsonl of text."""
     tokenizer: str | None = None
@@ -57,8 +67,19 @@ class Config:
     path: str = "plan"
     """`plan` (the controller decides), or every unit on `high` or on `low`, whatever the plan says."""
     optimizer: str = "adamw"
+    """`adamw`, `sgd`, `spam`, `stable_spam`, or `osp` (Muon for matrices, AdamW for the rest)."""
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    """The optimizer's own settings, such as `optimizer_options.density=0.25` for `spam`."""
+    transform: str = "none"
+    """What is done to the gradients before the optimizer: `none`, `stabilizer`, `zclip`, `adagc` or `autoclip`."""
+    transform_options: Mapping[str, Any] = field(default_factory=dict)
+    """The transform's own settings, such as `transform_options.gammas=[0.7, 0.9]`."""
     lr: float = 2e-3
-    """Peak learning rate: linear warm-up over the first tenth of the steps, then cosine to a tenth of the peak."""
+    """Peak learning rate."""
+    lr_schedule: str = "cosine"
+    """After a linear warm-up: `cosine` to a tenth of the peak, or `trapezoid`, constant and then linear to zero."""
+    lr_warmup: int | None = None
+    """Steps of warm-up; None means a tenth of all."""
     weight_decay: float = 0.0
     steps: int = 600
     """Optimizer steps."""
@@ -100,7 +121,7 @@ class Config:
             require(
                 is_whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
             )
-        for name in ("seq", "kv_heads"):
+        for name in ("seq", "kv_heads", "lr_warmup"):
             value = getattr(self, name)
             require(value is None or is_whole(value, 1), f"{name} must be a whole number of at least 1, or none", value)
         require(is_number(self.lr) and self.lr > 0, "lr must be a positive number", self.lr)
@@ -113,13 +134,14 @@ class Config:
             self.clip is None or (is_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
         )
         require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
-        for name in ("model", "data", "recipe", "optimizer", "device"):
+        for name in ("model", "data", "recipe", "optimizer", "transform", "device"):
             value = getattr(self, name)
             require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
         for name in ("roles", "tokenizer"):
             value = getattr(self, name)
             require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
-        require(isinstance(self.checkpointing, bool), "checkpointing must be true or false", self.checkpointing)
+        for name in ("checkpointing", "embproj"):
+            require(isinstance(getattr(self, name), bool), f"{name} must be true or false", getattr(self, name))
         patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
         require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
         if self.recipe == "none" and self.mode == "act":
@@ -134,7 +156,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values."""
-        return dataclasses.asdict(self) | {"policy": dict(self.policy)}
+        return dataclasses.asdict(self) | {name: dict(getattr(self, name)) for name in TABLES}
 
     def replace(self, **changes: Any) -> "Config":
         """A copy with some settings changed."""
@@ -147,24 +169,31 @@ class Config:
         for key in values:
             if key not in known:
                 raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")
-        values = {**values, "recipe": "none"} if values.get("recipe", "") is None else dict(values)
-        _table(values)
-        return cls(**values)
+        words = {key: "none" for key in ("recipe", "transform") if values.get(key, "") is None}
+        for name in TABLES:
+            _table(values, name)
+        return cls(**{**values, **words})
 
 
 def load_settings(config: str | Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:
     """The settings that a file and `key=value` pairs name, the latter winning; not yet checked."""
-    settings = {} if config is None else _read_file(Path(config))
+    settings = {} if config is None else _read_file(_find(Path(config)))
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip()
         if not equals or not key:
             raise TrimtabError(f"a setting is written key=value, got {pair!r}")
-        if key.startswith("policy."):
-            settings["policy"] = {**_table(settings), key.removeprefix("policy."): parse_value(text)}
-        else:
-            settings[key] = parse_value(text)
+        _put(settings, key, parse_value(text))
     return settings
+
+
+def _put(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Set one entry; `policy.alpha` is the entry alpha of the table policy."""
+    table, dot, entry = key.partition(".")
+    if dot and table in TABLES:
+        settings[table] = {**_table(settings, table), entry: value}
+    else:
+        settings[key] = value
 
 
 def parse_value(text: str) -> Any:
@@ -176,6 +205,19 @@ def parse_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _find(path: Path) -> Path:
+    """A file, or the name of one that comes with trimtab."""
+    shipped = SHIPPED / f"{path.name}.toml"
+    if path.exists() or path.suffix or path.parent != Path():
+        return path
+    if not shipped.is_file():
+        known = [file.stem for file in sorted(SHIPPED.glob("*.toml"))]
+        raise TrimtabError(
+            f"a config is a .toml or .yaml file, or one of {', '.join(known)}, got {str(path)!r}: {meant(path, known)}"
+        )
+    return shipped
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -194,20 +236,21 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise TrimtabError(f"a config file ends in .toml, .yaml or .yml, got {str(path)!r}")
     if not isinstance(values, dict):
         raise TrimtabError(f"a config must be a table of settings, {path} holds a {type(values).__name__}")
-    dotted = [key for key in values if isinstance(key, str) and key.startswith("policy.")]
-    for key in dotted:  # a file may write policy.alpha as well
-        values["policy"] = {**_table(values), key.removeprefix("policy."): values.pop(key)}
-    if isinstance(values.get("policy"), dict):
-        values["policy"] = {key: _none(value) for key, value in values["policy"].items()}
+    for key in [key for key in values if isinstance(key, str) and "." in key]:  # a file may write policy.alpha as well
+        _put(values, key, values.pop(key))
+    for table in TABLES:
+        if isinstance(values.get(table), dict):
+            values[table] = {key: _none(value) for key, value in values[table].items()}
     return {key: _none(value) for key, value in values.items()}
 
 
-def _table(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The policy's settings."""
-    policy = settings.get("policy", {})
-    if not isinstance(policy, Mapping):
-        raise TrimtabError(f"policy must be a table of settings such as policy.alpha=2, got {policy!r}")
-    return policy
+def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The settings of one table."""
+    table = settings.get(name, {})
+    if not isinstance(table, Mapping):
+        example = {"policy": "alpha=2", "optimizer_options": "density=0.25", "transform_options": "global_norm=true"}
+        raise TrimtabError(f"{name} must be a table of settings such as {name}.{example[name]}, got {table!r}")
+    return table
 
 
 def _none(value: Any) -> Any:

@@ -13,6 +13,7 @@ methods its low path calls, and its high path never does:
 
     fault.output(y)              replaces the result of the forward; the backward does not know
     fault.grad_output(g)         replaces the gradient that enters the backward
+    fault.grad_weight(g)         replaces the weight's gradient, after the backward has made it
     fault.amax(operand, amax)    replaces the amax that an operand's scale is made from
 
 `Faults.at(step)` arms and disarms. It is called once before a step's first forward, so micro-batches,
@@ -32,11 +33,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
+from trimtab.lab.damage import flipped, spiked, with_nan, zeroed
 
 KINDS: dict[str, float | None] = {
     "grad_scale": 64.0,  # the output gradient times size
@@ -45,13 +46,13 @@ KINDS: dict[str, float | None] = {
     "stuck_scale": 1.0,  # the input's amax stays what it was at the window's first low forward, over size
     "zero_blocks": 0.25,  # this share of the output's feature blocks is zero
     "bit_flip": 1 / 1024,  # this share of the output gradient's elements times 2^8: an exponent bit that flipped
+    "grad_burst": 1000.0,  # the weight's gradient times size; unlike grad_scale, nothing upstream notices
+    "grad_spike": 1000.0,  # one in 4,096 coordinates of the weight's gradient is size times the mean magnitude
     "nan": None,  # one NaN in the output gradient
     "nan_output": None,  # one NaN in the output
 }
 """Each kind with its usual size; None where a size has no meaning."""
 
-FEATURE_BLOCK = 16
-FLIP = 256.0
 SHARES = ("zero_blocks", "bit_flip")
 SCALES = ("stale_scale", "stuck_scale")
 
@@ -195,7 +196,7 @@ class Armed:
             elif window.kind == "zero_blocks":
                 y = y.masked_fill(zeroed(y.shape[-1], window.amount, self._place(window)).to(y.device), 0.0)
             elif window.kind == "nan_output":
-                y = _with_nan(y, self._place(window))
+                y = with_nan(y, self._place(window))
         return y
 
     def grad_output(self, g: Tensor) -> Tensor:
@@ -205,7 +206,15 @@ class Armed:
             elif window.kind == "bit_flip":
                 g = flipped(g, window.amount, self._place(window))
             elif window.kind == "nan":
-                g = _with_nan(g, self._place(window))
+                g = with_nan(g, self._place(window))
+        return g
+
+    def grad_weight(self, g: Tensor) -> Tensor:
+        for window in self.windows:
+            if window.kind == "grad_burst":
+                g = g * window.amount
+            elif window.kind == "grad_spike":
+                g = spiked(g, window.amount, self._place(window))
         return g
 
     def amax(self, operand: str, amax: Tensor) -> Tensor:
@@ -220,31 +229,6 @@ class Armed:
 
     def _place(self, window: FaultWindow) -> int:
         return zlib.crc32(f"{self.path}:{window.seed}".encode())
-
-
-def zeroed(features: int, share: float, place: int) -> Tensor:
-    """Which features are zeroed: a share of the blocks of 16, evenly spaced from a place on; at least one block."""
-    num_blocks = math.ceil(features / FEATURE_BLOCK)
-    num_hit = max(1, round(share * num_blocks))
-    hit = torch.zeros(num_blocks, dtype=torch.bool)
-    hit[(place + torch.arange(num_hit) * num_blocks // num_hit) % num_blocks] = True
-    return hit.repeat_interleave(FEATURE_BLOCK)[:features]
-
-
-def flipped(g: Tensor, share: float, place: int) -> Tensor:
-    """Multiply every n-th element by 2^8, n = 1 / share, from a place on; at least one element."""
-    flat = g.reshape(-1).clone()
-    every = min(round(1 / share), max(flat.numel(), 1))
-    flat[place % every :: every] *= FLIP
-    return flat.view(g.shape)
-
-
-def _with_nan(x: Tensor, place: int) -> Tensor:
-    """A copy with one NaN."""
-    flat = x.reshape(-1).clone()
-    if flat.numel():
-        flat[place % flat.numel()] = math.nan
-    return flat.view(x.shape)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@
 
     attn    q, k, v, o: rotary positions on q and k, causal, kv_heads may divide heads (grouped queries)
     mlp     SwiGLU: down(silu(gate(x)) * up(x)), or a mixture of such experts behind a router
+    norm    RMSNorm, or SSNorm (one gain); embproj puts a square matrix after embed and one before head (`trimtab.nn`)
 
 It knows nothing of precision: `trimtab.convert_` makes its linears switchable from outside, and every
 linear has a path of its own (`blocks.3.attn.q`, `blocks.3.mlp.down`, `blocks.3.mlp.experts.5.up`).
@@ -23,12 +24,13 @@ which is 1 when the load is even. An expert that got no token takes no part in t
 keep `grad = None`, and an optimizer passes over them.
 
 Weights are drawn from N(0, 0.02^2), the projections that write into the residual stream with another
-1 / sqrt(2 * layers). They are drawn on the CPU in FP32, one tensor after the other: a seed means the same
-weights on every device.
+1 / sqrt(2 * layers). They are drawn on the CPU in FP32, one tensor after the other, the orthogonal matrices of
+embproj last: a seed means the same weights on every device, and the same shared ones with embproj and without.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import TrimtabError
+from trimtab.nn import EmbProj, SSNorm
 
 INIT_STD = 0.02
 
@@ -65,6 +68,10 @@ class ModelConfig:
     tied: bool = False
     """Whether the head shares the embedding's weight."""
     norm: str = "rmsnorm"
+    """`rmsnorm` or `ssnorm`."""
+    embproj: bool = False
+    """Whether an `EmbProj` follows the embedding and another precedes the head. A tied model with them trains, and is
+    exported untied."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "ffn", "max_seq"):
@@ -101,7 +108,10 @@ class ModelConfig:
         return dataclasses.replace(SIZES[name], **overrides)
 
 
-NORMS = {"rmsnorm": lambda config: nn.RMSNorm(config.width, eps=config.norm_eps)}
+NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "rmsnorm": lambda config: nn.RMSNorm(config.width, eps=config.norm_eps),
+    "ssnorm": lambda config: SSNorm(config.width, eps=config.norm_eps),
+}
 
 SIZES: dict[str, ModelConfig] = {
     "micro": ModelConfig(vocab_size=256, width=64, layers=2, heads=4, ffn=172, max_seq=128),
@@ -112,6 +122,7 @@ SIZES: dict[str, ModelConfig] = {
     # 1.3B parameters. arXiv 2606.00539 prints 24 heads and 32 layers, but 24 does not divide 2048: GaLore's
     # llama_1b, which it follows, has 32 heads and 24 layers.
     "1b": ModelConfig(vocab_size=32_000, width=2048, layers=24, heads=32, ffn=5461, max_seq=256),
+    "osp-1.4b": ModelConfig(vocab_size=49_152, width=2048, layers=24, heads=16, ffn=5504, max_seq=2048),  # 2506.19697
 }
 
 
@@ -161,8 +172,26 @@ def _linear(num_in: int, num_out: int) -> nn.Linear:
     return nn.Linear(num_in, num_out, bias=False)
 
 
+def causal_attention(
+    q: Tensor,  # (batch, heads, seq, head_dim)
+    k: Tensor,  # (batch, kv_heads, seq, head_dim)
+    v: Tensor,  # (batch, kv_heads, seq, head_dim)
+) -> Tensor:  # (batch, heads, seq, head_dim)
+    """Attend to the past: each head of keys and values serves as many heads of queries as there are to one."""
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and, if asked, grouped queries."""
+    """Causal self-attention with rotary positions and, if asked, grouped queries.
+
+    `attend` is the function of q, k and v in the middle: an attribute, so that what would be stored as keys and values
+    can be changed from outside.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -172,16 +201,14 @@ class Attention(nn.Module):
         self.k = _linear(config.width, self.kv_heads * self.head_dim)
         self.v = _linear(config.width, self.kv_heads * self.head_dim)
         self.o = _linear(self.heads * self.head_dim, config.width)
+        self.attend = causal_attention
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: (batch, seq, width)
         batch, seq, _ = x.shape
         q = rope(self.q(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2), cos, sin)
         k = rope(self.k(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2), cos, sin)
         v = self.v(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.kv_heads != self.heads:
-            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, seq, head_dim)
+        y = self.attend(q, k, v)  # (batch, heads, seq, head_dim)
         return self.o(y.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
 
 
@@ -257,8 +284,10 @@ class Decoder(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values would cost time and random numbers, and go unused
             self.embed = nn.Embedding(config.vocab_size, config.width)
+            self.embed_proj = EmbProj(config.width) if config.embproj else None
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = NORMS[config.norm](config)
+            self.head_proj = EmbProj(config.width) if config.embproj else None
             self.head = _linear(config.width, config.vocab_size)
             for name in ("cos", "sin"):
                 self.register_buffer(name, torch.empty(config.max_seq, config.head_dim // 2), persistent=False)
@@ -274,13 +303,18 @@ class Decoder(nn.Module):
         """Draw all weights anew and fill the rotary tables."""
         generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
         residual = INIT_STD / math.sqrt(2 * self.config.layers)
+        projections = [module for module in self.modules() if isinstance(module, EmbProj)]
         for name, parameter in self.named_parameters():
+            if any(parameter is projection.weight for projection in projections):
+                continue
             if parameter.dim() < 2:
                 parameter.fill_(1.0)  # the gains of the norms
                 continue
             std = residual if name.endswith((".attn.o.weight", ".down.weight")) else INIT_STD
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+        for projection in projections:
+            projection.reset_parameters(generator)
         tables = rope_tables(self.config.max_seq, self.config.head_dim, self.config.rope_theta)
         for buffer, table in zip((self.cos, self.sin), tables, strict=True):
             buffer.copy_(table)
@@ -297,6 +331,8 @@ class Decoder(nn.Module):
                 "shorten it or build the model with a larger max_seq"
             )
         x, cos, sin = self.embed(tokens), self.cos[:seq], self.sin[:seq]
+        if self.embed_proj is not None:
+            x = self.embed_proj(x).to(x.dtype)  # autocast must not narrow the residual stream
         balances = []
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -305,7 +341,10 @@ class Decoder(nn.Module):
                 x, balance = block(x, cos, sin)
             if balance is not None:
                 balances.append(balance)
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        if self.head_proj is not None:
+            x = self.head_proj(x)
+        logits = self.head(x)
         if targets is None:
             return Output(None, logits)
         loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.control.record import RUN
 from trimtab.errors import TrimtabError
-from trimtab.lab.config import Config
+from trimtab.lab.config import TABLES, Config
 
 DERIVED = ("corpus", "hardware", "saved")
 """What run.json keeps beside the settings; they follow from them."""
@@ -41,14 +41,17 @@ def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], s
         wanted = Config.from_dict(given)
         return wanted, wanted.steps
     config = Config.from_dict(stored)
-    policy = given.get("policy", {})
-    policy = {**config.policy, **policy} if isinstance(policy, Mapping) else policy
-    wanted = config.replace(**{**given, "policy": policy})
+    tables = {name: given[name] for name in TABLES if name in given}
+    merged = {
+        name: {**getattr(config, name), **table} if isinstance(table, Mapping) else table
+        for name, table in tables.items()
+    }
+    wanted = config.replace(**{**given, **merged})
     steps = max(config.steps, steps or 0)
     ours, theirs = comparable(config), comparable(wanted)
     for key, value in theirs.items():
-        if value != ours[key]:
-            raise changed(key, ours[key], value)
+        if value != ours.get(key):
+            raise changed(key, ours.get(key), value)
     if "steps" in given and wanted.steps < steps:
         raise TrimtabError(f"a resumed run may only get longer: steps was {steps} and is now {wanted.steps}")
     return config, max(steps, wanted.steps)
@@ -58,6 +61,8 @@ def comparable(config: Config) -> dict[str, Any]:
     """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
     settings = {key: value for key, value in config.to_dict().items() if key not in ("steps", "faults", "policy")}
     settings |= {f"policy.{key}": value for key, value in config.build_policy().to_dict().items()}
+    for table in ("optimizer_options", "transform_options"):
+        settings |= {f"{table}.{key}": value for key, value in settings.pop(table).items()}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 

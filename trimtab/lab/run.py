@@ -6,17 +6,16 @@
     plan = controller.step()             norms, decision, switch; a bad step's gradients are gone
     (plan.rerun: the same batch again)
     controller.clip_grad_norm_(clip)     the same norms
-    optimizer.step()
+    update.step(schedule(step))          a gradient transform, if any, then the optimizers
 
 Batch, learning rate and faults are pure functions of the step, so a resumed run repeats the uninterrupted one bit for
 bit on the same machine.
 """
 
-import math
 import platform
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,19 +29,15 @@ from trimtab.control.values import Event, Plan
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
-from trimtab.lab.data import Corpus, Sampler, eval_batches, load_corpus
+from trimtab.lab.data import Sampler, eval_batches, load_corpus
 from trimtab.lab.faults import Faults, Windows, parse_faults
 from trimtab.lab.model import Decoder, ModelConfig
+from trimtab.lab.optimizers import Update, schedule
 from trimtab.lab.resume import changed, comparable
 from trimtab.linear.account import describe_saved
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, path_state
 from trimtab.linear.paths import Recipe
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda params, config: torch.optim.AdamW(params, lr=config.lr, weight_decay=config.weight_decay),
-    "sgd": lambda params, config: torch.optim.SGD(params, lr=config.lr, weight_decay=config.weight_decay, momentum=0.9),
-}
 
 
 class StepInfo(NamedTuple):
@@ -87,15 +82,6 @@ class Silent:
         """Show nothing."""
 
 
-def learning_rate(step: int, config: Config) -> float:
-    """Linear warm-up over the first tenth of the steps, cosine to a tenth of the peak, then constant."""
-    warmup = max(1, round(0.1 * config.steps))
-    if step <= warmup:
-        return config.lr * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, config.steps - warmup))
-    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
 class Run:
     """The pieces of one run, built from its settings; deterministic by its seed.
 
@@ -111,14 +97,12 @@ class Run:
         if config.threads or config.model == "micro":
             torch.set_num_threads(config.threads or 1)
         torch.manual_seed(config.seed)
-        self.model = _build_model(config, self.corpus).to(self.device)
+        self.model = build_model(config, self.corpus.vocab_size).to(self.device)
         self.report = None if config.recipe == "none" else _convert(self.model, config)
         self.seq = self.model.config.max_seq
         self.sampler = Sampler(self.corpus.train, batch=config.batch, seq=self.seq, seed=config.seed)
         eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
-        if config.optimizer not in OPTIMIZERS:
-            raise TrimtabError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
-        self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), config)
+        self.update = Update(self.model, config)
         self.faults = self._bind(config.faults)
         self.step, self.last_step = 0, config.steps
         self.tokens_per_step = config.batch * config.accumulate * self.seq
@@ -160,9 +144,7 @@ class Run:
         """One optimizer step, run again once where the controller asks for it."""
         started, config = time.perf_counter(), self.config
         self.step += 1
-        rate = learning_rate(self.step, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        share = schedule(self.step, config)
         while True:
             if self.faults is not None:
                 self.faults.at(self.step)
@@ -173,12 +155,12 @@ class Run:
                 break
         if config.clip is not None and not plan.nonfinite:
             self.controller.clip_grad_norm_(config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.update.step(share)
+        self.update.zero_grad()
         speed = self.tokens_per_step / max(time.perf_counter() - started, 1e-9)
         cost = round(1000 * self.controller.seconds, 4)
-        self.recorder.log(self.step, loss=loss, lr=rate, tokens_per_s=round(speed, 1), controller_ms=cost)
-        return StepInfo(self.step, loss, rate, speed, plan)
+        self.recorder.log(self.step, loss=loss, lr=config.lr * share, tokens_per_s=round(speed, 1), controller_ms=cost)
+        return StepInfo(self.step, loss, config.lr * share, speed, plan)
 
     def _backward(self) -> float:
         """Accumulate the gradient of the mean loss over the micro-batches; returns that loss."""
@@ -226,7 +208,7 @@ class Run:
             "config": self.config.to_dict(),
             "data": self.corpus.sha256,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.update.state_dict(),
             "controller": self.controller.state_dict(),
             "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
             "faults": None if self.faults is None else self.faults.state_dict(),
@@ -245,9 +227,9 @@ class Run:
         checkpoint.check_model(self.model, state["model"], path)
         ours, theirs = comparable(self.config), comparable(Config.from_dict(state["config"]))
         for key, value in theirs.items():
-            if value != ours[key]:
+            if value != ours.get(key):
                 raise TrimtabError(
-                    f"{path} is of another run: {key} was {value!r} there and is {ours[key]!r} here; "
+                    f"{path} is of another run: {key} was {value!r} there and is {ours.get(key)!r} here; "
                     "move it away, or start a new folder"
                 )
 
@@ -260,7 +242,7 @@ class Run:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.update.load_state_dict(state["optimizer"])
         self.controller.load_state_dict(state["controller"])
         load_path_state(self.model, state["paths"])
         if self.faults is not None:
@@ -281,8 +263,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _build_model(config: Config, corpus: Corpus) -> Decoder:
-    shape: dict[str, Any] = {"vocab_size": corpus.vocab_size, "kv_heads": config.kv_heads}
+def build_model(config: Config, vocab_size: int) -> Decoder:
+    """The decoder that settings describe, its weights drawn by their seed; not converted."""
+    shape: dict[str, Any] = {"vocab_size": vocab_size, "kv_heads": config.kv_heads}
+    shape |= {"norm": config.norm, "embproj": config.embproj}
     if config.num_experts:
         shape |= {"num_experts": config.num_experts, "top_k": config.top_k}
     if config.seq is not None:

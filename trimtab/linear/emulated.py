@@ -145,6 +145,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
     call.observe("grad_output", g)
     grad_x = _grad_input(ctx, g, weight, mask_x) if need_x else None
     grad_w = _grad_weight(ctx, g, x, mask_w) if need_w else None
+    if call.fault is not None and grad_w is not None:
+        grad_w = call.fault.grad_weight(grad_w)
     return grad_x, grad_w, g.sum(0) if need_b else None
 
 

@@ -46,6 +46,10 @@ class Fault(Protocol):
         """Replace the incoming gradient before any use of it."""
         ...
 
+    def grad_weight(self, g: Tensor) -> Tensor:
+        """Replace the weight's gradient."""
+        ...
+
     def amax(self, operand: str, amax: Tensor) -> Tensor:
         """Replace an amax (of "input", "weight" or "grad_output") before it becomes a scale."""
         ...
