@@ -74,7 +74,7 @@ def train_all(
 ) -> dict[str, dict[str, float]]:
     """Train every named run, `jobs` at a time, each in a process of its own; what each ended with, by name.
 
-    A run that is in `out` already is not trained again. `measure` adds figures taken from the finished run folder.
+    A run that is in `out` already is not trained again, an unfinished one goes on. `measure` adds figures taken from the finished run folder.
     """
     found = {}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
@@ -94,7 +94,7 @@ def _train(out: Path, settings: dict[str, Any], measure: Callable[[Path], dict[s
         return json.loads(done.read_text())
     started = time.perf_counter()
     try:
-        result = train(settings, out, force=True)
+        result = train(settings, out, resume=True)
         figures = {"loss": result.loss, "eval_loss": result.eval_loss_high, "promotion": 0.0}
         figures |= {"promotion": result.summary.get("promotion_ratio", 0.0)} if result.summary else {}
         figures |= {"seconds": round(time.perf_counter() - started, 1)}

@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     base = {"model": args.model, "steps": args.steps, "lr": args.lr, "batch": args.batch, "data": args.data}
     base |= {"weight_decay": 0.01, "lr_schedule": "trapezoid", "recipe": "none", "mode": "off"}
-    base |= {"checkpoint_every": 0, "eval_batches": 32}
+    base |= {"checkpoint_every": 1000, "eval_batches": 32}
     rows = args.rows.split(",")
     runs = {f"{row}/{seed}": base | ROWS[row] | {"seed": seed} for seed in range(args.seeds) for row in rows}
     figures = train_all(runs, args.out / f"{args.model}{args.name}", jobs=args.jobs, measure=measure)

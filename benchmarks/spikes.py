@@ -6,7 +6,7 @@
 Every arm trains three times per seed, on the same text: `clean`; with `spikes` (from a sixth of the run on, every 50
 steps, one in 4,096 coordinates of each linear's weight gradient is 1,000 times the mean magnitude: the spike score up
 to which SPAM's paper saw them); and with `bursts` (the whole weight gradient of each linear times 1,000, as often).
-*Repaired* is the share of Adam's own damage that an arm does not suffer: (hurt Adam - arm) / (hurt Adam - clean Adam).
+An arm's damage is what its loss rises by against its own clean run; *repaired* is 1 - damage / Adam's damage.
 
 `--probe` instead trains Adam once, clean, and counts natural spikes by kind of layer.
 """
@@ -73,8 +73,9 @@ def summarize(figures: dict[str, dict[str, float]], seeds: range, arms: list[str
         for scene in scenes:
             row[scene] = [round(loss[f"{scene}/{arm}/{seed}"], 4) for seed in seeds]
             if scene != "clean" and "clean" in scenes and "adam" in arms:
-                hurt = [(loss[f"{scene}/adam/{s}"], loss[f"clean/adam/{s}"], loss[f"{scene}/{arm}/{s}"]) for s in seeds]
-                row[f"{scene}_repaired"] = [round((bad - mine) / (bad - good), 3) for bad, good, mine in hurt]
+                damage = {a: [loss[f"{scene}/{a}/{s}"] - loss[f"clean/{a}/{s}"] for s in seeds] for a in (arm, "adam")}
+                pairs = zip(damage[arm], damage["adam"], strict=True)
+                row[f"{scene}_repaired"] = [round(1 - mine / adams, 3) for mine, adams in pairs]
         row["seconds"] = round(statistics.median(figures[f"{scenes[0]}/{arm}/{s}"].get("seconds", 0) for s in seeds), 1)
         table[arm] = row
     return table
