@@ -74,7 +74,8 @@ def train_all(
 ) -> dict[str, dict[str, float]]:
     """Train every named run, `jobs` at a time, each in a process of its own; what each ended with, by name.
 
-    A run that is in `out` already is not trained again, an unfinished one goes on. `measure` adds figures taken from the finished run folder.
+    A run that is in `out` already is not trained again, an unfinished one goes on. `measure` adds figures taken from
+    the finished run folder.
     """
     found = {}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:

@@ -10,6 +10,7 @@ Ratios are to fused AdamW on a GPU and to foreach AdamW on a CPU, within a round
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,7 @@ def step_arms(config: ModelConfig, device: str) -> Arms:
     optimizers: dict[str, torch.optim.Optimizer] = {
         "adamw foreach": torch.optim.AdamW(parameters, lr=1e-5, foreach=True),
         "adamw fused": torch.optim.AdamW(parameters, lr=1e-5, fused=True),
-        "spam loop": SPAM(parameters, foreach=False, fused=False, **PLAIN),
+        "spam loop": SPAM(parameters, foreach=False, **PLAIN),
         "spam foreach": SPAM(parameters, foreach=True, **PLAIN),
         "spam density 0.25": SPAM(spam_groups(model, 0.25), **PLAIN),
     }
@@ -95,7 +96,10 @@ def train_arms(config: ModelConfig, device: str, batch: int) -> Arms:
         "stabilizer + adamw": stabilized,
         "muon + adamw (osp)": lambda model: [optimizer.step for optimizer in osp_optimizers(model)],
     }
-    return {name: train_arm(config, device, batch, build) for name, build in builds.items()}
+    arms = {name: train_arm(config, device, batch, build) for name, build in builds.items()}
+    safe = dataclasses.replace(config, norm="ssnorm", embproj=True)
+    arms["osp with ssnorm and embproj"] = train_arm(safe, device, batch, builds["muon + adamw (osp)"])
+    return arms
 
 
 def train_arm(
@@ -127,7 +131,11 @@ def norm_arms(width: int, rows: int, device: str, dtype: torch.dtype) -> Arms:
         grad = torch.randn_like(x)
         return lambda: norm(x).backward(grad)
 
-    return {"rmsnorm": arm(nn.RMSNorm(width)), "ssnorm": arm(SSNorm(width))}
+    arms = {"rmsnorm": arm(nn.RMSNorm(width)), "ssnorm": arm(SSNorm(width))}
+    if device == "cuda":
+        norms = {"rmsnorm compiled": nn.RMSNorm(width), "ssnorm compiled": SSNorm(width)}
+        arms |= {name: arm(torch.compile(norm)) for name, norm in norms.items()}  # pyright: ignore[reportArgumentType]
+    return arms
 
 
 def main() -> None:
@@ -144,14 +152,15 @@ def main() -> None:
     batch = args.batch or (32 if device == "cuda" else 4)
     baseline, repeats = ("adamw fused", 5) if device == "cuda" else ("adamw foreach", 1)
     table: dict[str, Any] = {}
-    for name in args.model or (["130m"] if device == "cuda" else ["tiny", "10m"]):
+    for name in args.model or (["100m"] if device == "cuda" else ["tiny", "10m", "100m"]):
         config = BETWEEN.get(name) or ModelConfig.size(name)
         for threads in args.threads:
             torch.set_num_threads(threads)
-            title = f"{name}, {Decoder(config, seed=0).num_parameters() / 1e6:.1f}M parameters"
-            title += f", {threads} threads" if device == "cpu" else ""
-            found = table[title] = {}
+            size = Decoder(config, seed=0).num_parameters() / 1e6
+            found = table[f"{name}, {size:.1f}M parameters" + (f", {threads} threads" if device == "cpu" else "")] = {}
             for part in args.parts:
+                if part == "train" and device == "cpu" and size > 20:
+                    continue  # minutes a step
                 if part == "norm":
                     dtype = torch.bfloat16 if device == "cuda" else torch.float32
                     arms, base = norm_arms(config.width, batch * config.max_seq, device, dtype), "rmsnorm"

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -260,17 +260,12 @@ def test_a_place_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_the_gpu_it_waits_for_nothing_and_finds_the_same() -> None:
+def test_on_the_gpu_it_waits_for_nothing_and_finds_the_same(no_waits: Any) -> None:
     model = Decoder(SMALL, seed=0)
     with KurtosisProbe(model) as expected:
         model(TOKENS)
     model, tokens = model.cuda(), TOKENS.cuda()
-    with KurtosisProbe(model) as probe, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            model(tokens)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with KurtosisProbe(model) as probe, no_waits():
+        model(tokens)
     for name, row in probe.summary().items():
         assert row.mean == pytest.approx(expected.summary()[name].mean, rel=1e-3, abs=1e-3)

@@ -16,7 +16,7 @@ from torch import nn
 
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.optim import kernels, sparse
-from trimtab.optim.kernels import CHUNK, Coefficients, Work, spam_
+from trimtab.optim.kernels import Coefficients, Work, spam_
 from trimtab.optim.spam import SPAM, choose, clock
 
 SHORT = {"lr": 1e-2, "weight_decay": 0.1, "threshold": 30.0, "reset_every": 40, "warmup": 12, "grace": 5}
@@ -194,16 +194,19 @@ def test_reference_equals_pytorch_optimizer(monkeypatch, shape):
 # The ways to carry it out
 
 
+PIECE = 1 << 12
+
+
 def many(dtype, seed=0):
     """Parameters of all layouts with gradients for a few steps, some missing."""
     torch.manual_seed(seed)
-    shapes = [(CHUNK + 37,), (33, 64), (), (5, 4, 3), (64,), (64,)]
+    shapes = [(PIECE + 37,), (33, 64), (), (5, 4, 3), (64,), (64,)]
     ps = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-    ps.append(nn.Parameter(torch.randn(9, 31).to(dtype).t()))
-    ps.append(nn.Parameter(torch.randn(10, 20).to(dtype)[::2, ::2]))
+    ps.append(nn.Parameter(torch.randn(70, 71).to(dtype).t()))  # larger than a piece, too
+    ps.append(nn.Parameter(torch.randn(70, 140).to(dtype)[:, ::2]))
     grads = [[torch.randn(p.shape).to(dtype) for p in ps] for _ in range(12)]
     for step in grads[5:]:
-        step[0][CHUNK + 3] = step[1][7, 7] = 1e4
+        step[0][PIECE + 3] = step[1][7, 7] = step[6][70, 3] = step[7][9, 69] = 1e4
     grads[4][4] = grads[9][4] = grads[7][1] = None
     return ps, grads
 
@@ -218,7 +221,8 @@ def drive(optimizer, ps, grads):
 
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_loop_and_foreach_have_the_same_bits(dtype, literal):
+def test_loop_and_foreach_have_the_same_bits(dtype, literal, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", PIECE)
     results = []
     for foreach in (None, False, True):
         ps, grads = many(dtype)
@@ -502,19 +506,16 @@ def test_the_kernel_computes_the_same(kind, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("density", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_all_ways_agree_and_none_waits(dtype, density):
+def test_on_a_gpu_all_ways_agree_and_none_waits(dtype, density, no_waits):
     results = []
-    for way in ({}, {"foreach": True}, {"foreach": False, "fused": False}):
+    for way in ({}, {"foreach": True}, {"foreach": False}):
         ps, grads = many(dtype)
         ps = [nn.Parameter(p.detach().cuda()) for p in ps]
         grads = [[None if g is None else g.cuda() for g in step] for step in grads]
         optimizer = SPAM(ps, lr=1e-2, reset_every=8, warmup=3, grace=3, threshold=50.0, density=density, **way)
         drive(optimizer, ps, grads[:2])  # compiles, and fills caches
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             results.append(drive(optimizer, ps, grads[2:]))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     rough = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
     for fused, foreach, loop in zip(*results, strict=True):
         torch.testing.assert_close(fused, loop, **rough)

@@ -272,8 +272,8 @@ def process(rank: int, port: int, folder: str) -> None:
     with pytest.raises(TrimtabError, match=r"density=1\.0"):
         SPAM([q], density=0.5)
     optimizer, fine = SPAM([q]), nn.Parameter(torch.zeros(4, 4))
+    bad = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]))
     with pytest.raises(TrimtabError, match=r"density=1\.0"):
-        bad = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]))
         optimizer.add_param_group({"params": [fine, bad], "density": 0.5})
     assert list(optimizer.state) == [q]
 

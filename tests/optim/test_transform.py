@@ -3,6 +3,7 @@
 takes, BF16, no wait for the device, and no work that grows with the number of parameters outside foreach calls."""
 
 import io
+import os
 
 import pytest
 import torch
@@ -315,10 +316,34 @@ def test_on_a_gpu_a_bf16_product_is_rounded_once(name):
             assert torch.equal(param.grad, (old.float() * scale).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_launch_multiplies_as_many_calls_would(dtype):
+    """On a GPU, or (slowly) with TRITON_INTERPRET=1 where Triton is installed."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
+    from trimtab.optim.scaling import multiply_
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    grads = [torch.randn(shape).to(device, dtype) for shape in [(5000,), (3,), (64, 32), (0,), (1,)]]
+    factors = torch.tensor([9.0, 0.5, 3.0, 0.1, 7.0, 2.0], device=device)
+    limits = torch.tensor([0.0, -1.0, 0.7, -1.0, -1.0, 1e9], device=device)
+    which = [2, 1, 5, 3, 4]
+    expected = []
+    for g, i in zip(grads, which, strict=True):
+        wide = g.float()
+        expected.append(torch.where(wide.abs() > limits[i], wide * factors[i], wide).to(dtype))
+    multiply_(grads, which, factors, limits)
+    for got, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(
+            got, wanted, rtol=2 * torch.finfo(dtype).eps if dtype != torch.float32 else 0, atol=0
+        )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every
-def test_on_a_gpu_no_step_waits_and_results_are_those_of_the_cpu(name):
+def test_on_a_gpu_no_step_waits_and_results_are_those_of_the_cpu(name, no_waits):
     here, there = parameters(), [nn.Parameter(p.detach().cuda()) for p in parameters()]
     one, other = TRANSFORMS[name](here), TRANSFORMS[name](there)
     for step in range(8):
@@ -328,11 +353,8 @@ def test_on_a_gpu_no_step_waits_and_results_are_those_of_the_cpu(name):
         if step == 5:
             here[1].grad = there[1].grad = None
         one.step_()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             other.step_()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for a, b in zip(here, there, strict=True):
             if a.grad is not None:
                 torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-5, atol=0)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers and gradient transforms that survive spikes, and who gets which optimizer.
 
-spam.py        SPAM: spike-aware Adam with momentum reset (kernels.py, fused.py, sparse.py carry it out)
+spam.py        SPAM: spike-aware Adam with momentum reset; settings.py its checks, sparse.py its sparse momentum
+kernels.py     one update of SPAM, in a loop or many tensors at once; fused.py as one Triton launch
 stabilizer.py  GradStabilizer: keeps a gradient's direction and replaces its size; with `clip_gamma`, Stable-SPAM's part
 clipping.py    ZClip, AdaGC, AutoClip: clipping against a history of norms
-transform.py   what these transforms share
+transform.py   what these transforms share; scaling.py their one Triton launch, launch.py the tables of both
 groups.py      osp_optimizers: Muon for matrices, AdamW for the rest; spam_groups: who gets sparse momentum
 spikes.py      GradSpikes: how often and how far coordinates spike, by kind of layer
 

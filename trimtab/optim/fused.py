@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """SPAM as one Triton kernel: all parameters in one launch, each of p, g, m, v read once, p, m, v written once.
 
-A model has hundreds of tensors, and a launch each would cost the host more than the GPU. So the kernel gets a table:
+Besides the blocks of `launch.py` the kernel gets two tables:
 
-    places         (tensors, 9) int64     addresses of p, g, m, v; number of elements; and of a sparse one its mask
-    numbers        (tensors, 10) float32  the coefficients of its step: tensors of different groups, learning rates
-                                          and ages share a launch
-    owner, start   (blocks,)              which tensor a block works on, and from which element; kept between steps
+    places    (tensors, 9) int64      addresses of p, g, m, v; number of elements; and of a sparse one its mask
+    numbers   (tensors, 10) float32   the coefficients of its step: tensors of different groups, learning rates and ages
+                                      share a launch
 
-Tables go up from pinned memory without a wait. Only dtypes split a step into several launches.
+Only dtypes, sparsity and alignment split a step into several launches.
 
 A block of a sparse parameter computes its own columns from the hash of `sparse.py`: the very same integers.
 Differences to `kernels.spam_` are those of rounding: coefficients in FP32, and fused multiply-adds.
@@ -31,8 +30,8 @@ from torch import Tensor
 
 from trimtab.optim import sparse
 from trimtab.optim.kernels import Coefficients, Work, flat
+from trimtab.optim.launch import BLOCK, blocks, table
 
-BLOCK = 2048
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 GOLDEN, FIRST, SECOND = (tl.constexpr(word) for word in (sparse.GOLDEN, sparse.FIRST, sparse.SECOND))
@@ -123,10 +122,10 @@ def fused_(work: Sequence[Work]) -> None:
     for (device, p, g, is_sparse, aligned), kind in kinds.items():
         places = [[*addresses, one.m.numel(), *(one.mask or (0, 0, 1, 1))] for one, _, addresses in kind]
         numbers = [_numbers(one.c, is_sparse) for one, _, _ in kind]
-        owner, start = _blocks(tuple(row[4] for row in places), device)
+        owner, start = blocks(tuple(row[4] for row in places), device)
         with torch.cuda.device_of(owner):
             _spam[(len(owner),)](  # pyright: ignore[reportIndexIssue]
-                _up(places, torch.int64, device), _up(numbers, torch.float32, device), owner, start,
+                table(places, torch.int64, device), table(numbers, torch.float32, device), owner, start,
                 P=DTYPES[p], G=DTYPES[g], SPARSE=is_sparse, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
     _decay_([one for one in work if one.mask is not None])
@@ -156,16 +155,3 @@ def _numbers(c: Coefficients, is_sparse: bool) -> list[float]:
     rates = (1 - c.beta1, c.beta2, 1 - c.beta2, c.size, c.eps)
     least = -1.0 if c.literal else 0.0  # what v must exceed to be cut against
     return [float(c.reset), *rates, inverse, threshold, least, 1.0 if is_sparse else 1 - c.decay]
-
-
-def _up(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=64)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each block: its tensor, and its first element there."""
-    counts = [-(-size // BLOCK) for size in sizes]
-    owner = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-    start = torch.cat([torch.arange(count) for count in counts]) * BLOCK
-    return owner.to(device), start.to(device)

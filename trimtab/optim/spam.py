@@ -35,11 +35,9 @@ And where no switch brings the published behaviour back: gradients are never wri
 `threshold=math.inf`, `reset_every=1000`, `warmup=0` behind a `GradStabilizer` is Stable-SPAM without its AdaClip.
 """
 
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +48,7 @@ from trimtab.checks import require
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.optim import kernels, sparse
 from trimtab.optim.kernels import Coefficients, Work, moment_dtype
+from trimtab.optim.launch import has_triton
 from trimtab.optim.settings import check_gradient, check_group
 from trimtab.shards import is_dtensor, local
 
@@ -228,7 +227,7 @@ class SPAM(Optimizer):
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for number, (group, p) in zip(numbers, self._parameters(), strict=True):
             entry = saved["state"].get(number)
-            if entry is None:
+            if entry is None:  # it was frozen when this was saved
                 continue
             rule = f"the saved state of parameter {number!r} must be SPAM's: load what SPAM.state_dict() gave"
             require({"step", *MOMENTS} <= entry.keys(), rule, sorted(entry))
@@ -283,7 +282,8 @@ def share(
 
 def choose(group: dict[str, Any], work: Work) -> Callable[[Sequence[Work]], None]:
     """The function that carries out an update, as the group asks and the tensors allow."""
-    if group["fused"] is not False and not group["foreach"] and can_fuse(work):
+    fuses = group["foreach"] is None if group["fused"] is None else group["fused"]
+    if fuses and can_fuse(work):
         from trimtab.optim.fused import fused_
 
         return fused_
@@ -302,9 +302,3 @@ def can_fuse(work: Work) -> bool:
     from trimtab.optim import fused
 
     return fused.takes(work)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed; it comes with torch's CUDA builds."""
-    return importlib.util.find_spec("triton") is not None

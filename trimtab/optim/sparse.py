@@ -32,10 +32,12 @@ import torch
 from torch import Tensor
 
 from trimtab.checks import require
-from trimtab.optim.kernels import CHUNK, Work, spam_
+from trimtab.optim.kernels import Work, spam_
 from trimtab.shards import is_dtensor
 
 WORD = 1 << 64
+CHUNK = 1 << 17
+"""Slots in a piece on a CPU; their hashes and columns are int64, so it is smaller than a dense piece."""
 
 
 def signed(word: int) -> int:

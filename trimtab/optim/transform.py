@@ -32,6 +32,7 @@ from torch import Tensor
 
 from trimtab.checks import is_number, require
 from trimtab.errors import TrimtabError
+from trimtab.optim.launch import has_triton
 from trimtab.shards import by_kind, is_partial, local, tensor_maxima, tensor_norms, total_norm
 
 LEAST_NORM = 1e-30  # a smaller one counts as zero: its reciprocal, times any factor in use, must stay finite in FP32
@@ -76,6 +77,8 @@ class Gradients:
         pieces, positions = self._pieces()
         for (device, dtype), kind in by_kind(pieces).items():
             grads = [pieces[k] for k in kind]
+            if scales.numel() > 1 and fused_multiply(grads, [positions[k] for k in kind], scales):
+                continue
             factors = scales.to(device).split(1)
             if len(factors) == 1 and dtype == torch.float32:
                 torch._foreach_mul_(grads, factors[0].reshape(()))  # pyright: ignore[reportPrivateImportUsage]
@@ -94,6 +97,8 @@ class Gradients:
             )
         pieces, positions = self._pieces()
         for (device, _), kind in by_kind(pieces).items():
+            if fused_multiply([pieces[k] for k in kind], [positions[k] for k in kind], factors, limits):
+                continue
             above, by = limits.to(device).split(1), factors.to(device).split(1)
             one = torch.ones(1, device=device)
             for k in kind:  # no foreach call compares
@@ -117,6 +122,20 @@ class Gradients:
         positions = [position for position, param in enumerate(self.params) if param.grad is not None]
         pieces = [local(grad) for grad in (self.params[i].grad for i in positions) if grad is not None]
         return [piece if piece.dim() else piece.view(1) for piece in pieces], positions
+
+
+def fused_multiply(gradients: list[Tensor], which: list[int], factors: Tensor, limits: Tensor | None = None) -> bool:
+    """Multiply them in one launch, where Triton and the gradients allow it; says whether that was done."""
+    if not gradients[0].is_cuda or not has_triton():
+        return False
+    from trimtab.optim import scaling
+
+    if not all(map(scaling.takes, gradients)):
+        return False
+    device = gradients[0].device
+    limits = torch.full_like(factors, -1.0) if limits is None else limits
+    scaling.multiply_(gradients, which, factors.to(device), limits.to(device))
+    return True
 
 
 def saved(state: NamedTuple) -> dict[str, Tensor]:
