@@ -60,6 +60,21 @@ def test_the_diff_turns_a_plain_loop_into_a_controlled_one() -> None:
     assert scope["controller"].steps == 12
 
 
+def test_the_other_methods_train_a_model() -> None:
+    scope = names()
+    scope["model"].embed = nn.Embedding(3, 8)  # OSP wants something that is not a matrix to multiply by
+    exec(blocks("python")[1], scope)
+    for optimizers in ([scope["optimizer"]], [scope["muon"], scope["adamw"]]):
+        before = scope["model"](scope["loader"][0]).loss
+        for _ in range(20):
+            scope["model"](scope["loader"][0]).loss.backward()
+            scope["stabilizer"].step_()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert scope["model"](scope["loader"][0]).loss < before
+
+
 def test_every_make_target_and_verb_in_the_readme_exists() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     verbs = {path.stem for path in (ROOT / "trimtab" / "cli").glob("*.py")}
