@@ -6,7 +6,6 @@ rotates, and a ratio is the median over rounds of arm over baseline *within* a r
 """
 
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -86,13 +85,21 @@ def train_all(
     return {name: found[name] for name in runs}
 
 
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """A figure for a table; None where a run broke."""
+    return None if value is None else round(value, digits)
+
+
 def _train(out: Path, settings: dict[str, Any], measure: Callable[[Path], dict[str, float]] | None) -> dict[str, float]:
     from trimtab.lab.train import train
 
     torch.set_float32_matmul_precision("high")  # TF32 where there is a GPU: these runs compare, they do not certify
     done = out / "figures.json"
     if done.is_file():
-        return json.loads(done.read_text())
+        before = json.loads(done.read_text())
+        if before["settings"] != json.loads(json.dumps(settings)):
+            raise SystemExit(f"{out} holds a run with other settings: give another --out, or remove it")
+        return before["figures"]
     started = time.perf_counter()
     try:
         result = train(settings, out, resume=True)
@@ -101,9 +108,9 @@ def _train(out: Path, settings: dict[str, Any], measure: Callable[[Path], dict[s
         figures |= {"seconds": round(time.perf_counter() - started, 1)}
         figures |= measure(out) if measure is not None else {}
     except trimtab.TrimtabError as error:  # a run that broke is a result too
-        figures = {"loss": math.nan, "eval_loss": math.nan, "error": str(error)}
+        figures = {"loss": None, "eval_loss": None, "error": str(error)}
     out.mkdir(parents=True, exist_ok=True)
-    done.write_text(json.dumps(figures))
+    done.write_text(json.dumps({"settings": settings, "figures": figures}))
     return figures
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save, train_all
+from common import rounded, save, train_all
 
 from trimtab.lab.evaluate import evaluate_run
 
@@ -62,11 +62,12 @@ def main() -> None:
     for row in rows:
         seeds = [figures[f"{row}/{seed}"] for seed in range(args.seeds)]
         table[row] = {
-            key: [round(one[key], 4) for one in seeds] for key in ("seconds", "kurtosis", "kurtosis_max", "16")
+            key: [rounded(one.get(key)) for one in seeds] for key in ("seconds", "kurtosis", "kurtosis_max", "16")
         }
         for bits in BITS:
-            table[row][bits] = [round(one[bits] - one["16"], 4) for one in seeds]
-        table[row]["median_kurtosis"] = round(statistics.median(one["kurtosis"] for one in seeds), 4)
+            table[row][bits] = [rounded(one[bits] - one["16"]) if bits in one else None for one in seeds]
+        whole = [one["kurtosis"] for one in seeds if "kurtosis" in one]
+        table[row]["median_kurtosis"] = rounded(statistics.median(whole)) if whole else None
     name = "gpu" if torch.cuda.is_available() else "cpu"
     save(f"osp_{name}_{args.model}{args.name}", table, settings=base, seeds=args.seeds)
 

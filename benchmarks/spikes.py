@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import save, train_all
+from common import rounded, save, train_all
 
 from trimtab.lab.config import Config
 from trimtab.lab.data import Sampler, load_corpus
@@ -71,11 +71,12 @@ def summarize(figures: dict[str, dict[str, float]], seeds: range, arms: list[str
     for arm in arms:
         row: dict[str, Any] = {}
         for scene in scenes:
-            row[scene] = [round(loss[f"{scene}/{arm}/{seed}"], 4) for seed in seeds]
+            row[scene] = [rounded(loss[f"{scene}/{arm}/{seed}"]) for seed in seeds]
             if scene != "clean" and "clean" in scenes and "adam" in arms:
-                damage = {a: [loss[f"{scene}/{a}/{s}"] - loss[f"clean/{a}/{s}"] for s in seeds] for a in (arm, "adam")}
-                pairs = zip(damage[arm], damage["adam"], strict=True)
-                row[f"{scene}_repaired"] = [round(1 - mine / adams, 3) for mine, adams in pairs]
+                pairs = [[loss[f"{s}/{a}/{seed}"] for a in (arm, "adam") for s in (scene, "clean")] for seed in seeds]
+                row[f"{scene}_repaired"] = [
+                    None if None in four else round(1 - (four[0] - four[1]) / (four[2] - four[3]), 3) for four in pairs
+                ]
         row["seconds"] = round(statistics.median(figures[f"{scenes[0]}/{arm}/{s}"].get("seconds", 0) for s in seeds), 1)
         table[arm] = row
     return table

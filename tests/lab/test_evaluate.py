@@ -239,6 +239,16 @@ def test_text_that_has_changed_is_refused_unless_named(run: Path, tmp_path: Path
     assert evaluate_run(folder, [], data=state["config"]["data"]).step == 60
 
 
+def test_text_that_is_not_there_says_where_to_evaluate(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    path = max((folder / "checkpoints").iterdir())
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "config": {**state["config"], "data": "gone.txt"}}, path)
+    refused(
+        folder, r"got 'gone\.txt' \(as .* names it: evaluate from where it was trained, or name a text with --data\)"
+    )
+
+
 def test_a_checkpoint_of_another_shape_is_refused_by_name(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     path = max((folder / "checkpoints").iterdir())

@@ -99,6 +99,23 @@ def test_a_converted_model_exports_its_weights() -> None:
         assert (llama(TOKENS).logits - model(TOKENS).logits).abs().max() > 1e-3, "the low path rounds; weights do not"
 
 
+def test_a_compiled_model_exports_what_it_wraps_and_another_wrapper_is_refused() -> None:
+    model = decoder()
+    assert_same(to_llama(torch.compile(model, backend="eager")), model)  # type: ignore[arg-type]
+    with pytest.raises(TrimtabError, match="takes a Decoder, got a DataParallel: pass what it wraps"):
+        to_llama(torch.nn.DataParallel(model))  # type: ignore[arg-type]
+
+
+def test_what_it_generates_is_the_decoders_greedy_continuation() -> None:
+    model = decoder(norm="ssnorm", embproj=True, kv_heads=2)
+    start = longer = TOKENS[:1, :4]
+    asked = {"attention_mask": torch.ones_like(start), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        for _ in range(8):
+            longer = torch.cat([longer, model(longer).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(to_llama(model).generate(start, **asked), longer)
+
+
 def test_a_bf16_model_becomes_a_bf16_llama_with_exact_positions() -> None:
     model = decoder(norm="ssnorm", embproj=True).to(torch.bfloat16)
     llama = to_llama(model)

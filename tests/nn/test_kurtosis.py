@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.linear import convert_
 from trimtab.nn import Kurtosis, KurtosisProbe, excess_kurtosis
@@ -227,6 +227,19 @@ def test_recomputed_forwards_are_not_counted_twice() -> None:
     with KurtosisProbe(model, where="linears") as probe:
         model(TOKENS, TOKENS).loss.backward()
     assert {row.tokens for row in probe.summary().values()} == {24}
+
+
+def test_a_block_without_a_forward_warns_and_so_does_a_model_compiled_before() -> None:
+    model = Decoder(SMALL, seed=0)
+    compiled = torch.compile(model, backend="eager")
+    compiled(TOKENS)
+    probe = KurtosisProbe(model)
+    for run in (lambda: None, lambda: compiled(TOKENS)):
+        with pytest.warns(NoEffectWarning, match="measured nothing"), probe:
+            run()
+    with torch.compiler.set_stance("force_eager"), probe:
+        compiled(TOKENS)
+    assert probe.summary()["blocks.0"].tokens == TOKENS.numel()
 
 
 def test_outliers_show_where_they_are() -> None:

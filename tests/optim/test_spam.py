@@ -139,6 +139,17 @@ def test_an_infinite_gradient_is_a_spike_too():
     assert (optimizer.state[p]["exp_avg"].sign() == torch.tensor([1, 1, -1])).all()
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e18])
+def test_the_cut_neither_overflows_nor_vanishes_where_v_does_not(size):
+    p = parameter(2)
+    optimizer = SPAM([p], reset_every=None)
+    run(optimizer, p, torch.full((400, 2), size))
+    before = optimizer.state[p]["exp_avg_sq"].clone()
+    run(optimizer, p, torch.tensor([[size, 100 * size]]))
+    assert p.isfinite().all()
+    assert optimizer.state[p]["exp_avg_sq"][1] / before[1] == pytest.approx(5.999, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("literal", "step", "size"), [(False, 500, 1.0), (False, 1000, 1.0), (True, 500, 1.984), (True, 1000, 2.514)]
 )
@@ -340,6 +351,19 @@ def test_a_state_of_another_shape_is_refused():
     saved = SPAM([parameter(4)]).state_dict()
     with pytest.raises(TrimtabError, match=r"exp_avg of parameter 0 must have shape \(5,\), got \(4,\)"):
         SPAM([parameter(5)]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, SPAM])
+def test_a_refused_state_has_changed_nothing(other):
+    p, q = parameter(4), parameter(5)
+    theirs, mine, twin = other([q], lr=0.5), SPAM([p]), copy.deepcopy(p)
+    run(theirs, q, torch.ones(3, 5))
+    run(mine, p, torch.ones(1, 4))
+    with pytest.raises(TrimtabError):
+        mine.load_state_dict(theirs.state_dict())
+    run(mine, p, torch.ones(1, 4))
+    run(SPAM([twin]), twin, torch.ones(2, 4))
+    assert torch.equal(p, twin)
 
 
 def test_the_state_follows_a_parameter_that_moves():
@@ -552,3 +576,34 @@ def test_the_threshold_rises_with_the_age_of_v():
 
 def test_the_cosine_rises():
     assert all(a.scale < b.scale for a, b in pairwise([clock(500 + k, 500, 150, 20) for k in range(151)]))
+
+
+# What autograd and others must know
+
+
+def assert_counted(p):
+    """A step is a change in place: the parameter's version says so, and a backward that needs the old value refuses."""
+    loss = (p * p).sum()
+    p.grad, before = torch.ones_like(p.detach()), p._version
+    SPAM([p]).step()
+    assert p._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_step_on_a_shard_is_a_change_of_the_whole(tmp_path):
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert_counted(nn.Parameter(distribute_tensor(torch.randn(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_of_the_kernel_is_a_change():
+    assert_counted(nn.Parameter(torch.randn(4, 4, device="cuda")))

@@ -359,3 +359,33 @@ def test_on_a_gpu_no_step_waits_and_results_are_those_of_the_cpu(name, no_waits)
             if a.grad is not None:
                 torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-5, atol=0)
     assert all(t.is_cuda for t in tensors_in(other.state_dict()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every
+def test_a_change_by_the_kernel_is_counted(name):
+    params = [nn.Parameter(param.detach().cuda()) for param in parameters()]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    before = [param.grad._version for param in params]
+    TRANSFORMS[name](params).step_()
+    assert all(param.grad._version > version for param, version in zip(params, before, strict=True))
+
+
+@every
+def test_a_change_of_a_shard_is_counted(name, tmp_path):
+    """Who remembers a gradient's norm (a controller does) looks at its version to see whether it still holds."""
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+        grad = param.grad = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+        TRANSFORMS[name]([param]).step_()
+        assert grad._version > 0
+    finally:
+        dist.destroy_process_group()

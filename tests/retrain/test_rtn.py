@@ -180,6 +180,19 @@ def test_remove_takes_the_quantizers_out_and_leaves_the_weights() -> None:
     rtn_(model, 16, 4, 4)
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own tracing
+def test_a_model_compiled_before_is_rounded_too_and_goes_back() -> None:
+    model = decoder()
+    compiled = torch.compile(model, backend="eager")
+    plain = logits(compiled)
+    report = rtn_(model, 16, 4, 4, ffn_hadamard=True)
+    rounded = logits(model)
+    assert change(rounded, plain) > 0.01
+    torch.testing.assert_close(logits(compiled), rounded)
+    report.remove()
+    torch.testing.assert_close(logits(compiled), plain)
+
+
 def test_keys_and_values_are_not_rounded_twice() -> None:
     model = decoder()
     report = rtn_(model, 16, 16, 4)
@@ -324,6 +337,42 @@ def test_skipped_linears_stay() -> None:
     }
     assert torch.equal(model.blocks[0].attn.q.weight, before["blocks.0.attn.q.weight"])
     assert not torch.equal(model.blocks[1].attn.q.weight, before["blocks.1.attn.q.weight"])
+
+
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter beside it, named as PEFT names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def test_adapters_stay_and_the_linear_below_them_does_not() -> None:
+    model = nn.ModuleDict({"down": Adapted(), "up": nn.Linear(8, 8)})
+    before = state(model)
+    report = rtn_(model, 4, 4, ffn_hadamard=True)
+    assert report.weights == ("down.base_layer", "up")
+    assert report.rotated == ("down.base_layer",)
+    assert report.skipped == dict.fromkeys(("down.lora_A", "down.lora_B"), "LoRA adapter")
+    kept = {name for name, value in state(model).items() if torch.equal(value, before[name])}
+    assert {"down.lora_A.weight", "down.lora_B.weight"} <= kept
+    assert not kept & {"down.base_layer.weight", "up.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_a_weight_that_is_computed_is_named_not_passed_off_as_rounded(norm: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    norm(model[0])
+    x = torch.randn(3, 8)
+    before = model[0](x)
+    report = rtn_(model, 2, 2)
+    assert report.weights == ("1",)
+    assert report.skipped["0"] == "its weight is computed anew at each call"
+    assert torch.equal(model[0](x), before)
 
 
 def test_torchs_own_attention_is_named_not_passed_off_as_rounded() -> None:
@@ -495,6 +544,11 @@ def test_another_llama_of_the_same_config_stays_as_it_is() -> None:
     assert torch.equal(logits(other), before[1])
     assert not torch.allclose(logits(one), before[0])
     assert one.config._attn_implementation == "sdpa"
+    rounded = logits(one)
+    for bits, hadamard in ((8, True), (2, False)):  # another way at the same time
+        second = rtn_(other, 16, 16, bits, kv_hadamard=hadamard)
+        assert torch.equal(logits(one), rounded)
+        second.remove()
     report.remove()
     assert torch.equal(logits(one), before[0])
     assert one.model.layers[0].self_attn.config is one.config

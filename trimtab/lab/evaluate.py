@@ -178,7 +178,13 @@ def evaluate_run(
     folder = Path(folder)
     path, state = _last_checkpoint(folder)
     config = Config.from_dict(state["config"])
-    corpus = load_corpus(config.data if data is None else data, tokenizer=config.tokenizer)
+    try:
+        corpus = load_corpus(config.data if data is None else data, tokenizer=config.tokenizer)
+    except TrimtabError as error:
+        if data is not None:
+            raise
+        hint = f"as {folder} names it: evaluate from where it was trained, or name a text with --data"
+        raise TrimtabError(f"{error} ({hint})") from None
     if data is None and state["data"] != corpus.sha256:
         raise TrimtabError(
             f"the text of {folder} has changed since (sha256 {state['data'][:12]}, now {corpus.sha256[:12]}), so its "

@@ -48,6 +48,7 @@ def to_llama(model: Decoder) -> "LlamaForCausalLM":
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
         raise missing_extra("transformers", "hf", "to_llama") from None
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     _check(model)
     ours = model.config
     config = LlamaConfig(
@@ -110,6 +111,8 @@ def _weights(model: Decoder) -> dict[str, Tensor]:
 
 def _check(model: Decoder) -> None:
     """Refuse what a LLaMA cannot do, before a model comes out that computes something else."""
+    if not isinstance(model, Decoder):
+        raise TrimtabError(f"to_llama takes a Decoder, got a {type(model).__name__}: pass what it wraps")
     if model.config.num_experts:
         raise TrimtabError(
             f"a LLaMA has one feed-forward layer per block, got a mixture of {model.config.num_experts} experts: "

@@ -17,6 +17,7 @@ A vector without spread has no kurtosis: the function gives NaN, as scipy does, 
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.modules import block_of, is_router, output_head
 
 
@@ -63,7 +64,8 @@ class KurtosisProbe:
 
     Nothing is copied to the host before `summary()`, and outside the block the model has no trace of the probe. Entered
     again it goes on counting. A forward that repeats another one in the backward (activation checkpointing) is not
-    counted, and each process counts its own tokens.
+    counted, and each process counts its own tokens. What was compiled before does not call hooks: measure it under
+    `torch.compiler.set_stance("force_eager")`. A block in which nothing was measured warns.
 
     Args:
         modules: where to measure, at the input of modules: name patterns such as `"blocks.*.mlp_norm"`, or a function
@@ -76,20 +78,29 @@ class KurtosisProbe:
         self._places = _places(model, modules, where)
         self._seen: dict[str, Tensor] = {}  # name -> sum, tokens, undefined, max
         self._hooks: list[RemovableHandle] = []
+        self._called = False
 
     def __enter__(self) -> "KurtosisProbe":
         if self._hooks:
             raise TrimtabError("a probe is entered once at a time, and this one is active: make a second one")
+        self._called = False
         for name, (module, after) in self._places.items():
             hook = functools.partial(self._after if after else self._before, name)
             register = module.register_forward_hook if after else module.register_forward_pre_hook
             self._hooks.append(register(hook, with_kwargs=True))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if kind is None and not self._called:
+            warnings.warn(
+                "a probe measured nothing: run the model inside its block; a compiled one calls no hooks, so run it "
+                'under torch.compiler.set_stance("force_eager")',
+                NoEffectWarning,
+                stacklevel=2,
+            )
 
     def summary(self) -> dict[str, Kurtosis]:
         """What was seen so far, by place; one copy to the host."""
@@ -116,6 +127,7 @@ class KurtosisProbe:
 
     @torch.no_grad()
     def _add(self, name: str, values: tuple[Any, ...]) -> None:
+        self._called = True
         x = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
         if x is None:
             raise TrimtabError(f"a probe measures vectors of numbers, but {name!r} has none: choose other modules")

@@ -90,9 +90,9 @@ def _spam(
 
     reset = tl.load(number) != 0
     m, v = tl.where(reset, 0.0, m), tl.where(reset, 0.0, v)  # not a product: a reset wipes NaN as well
-    inverse, threshold, least = tl.load(number + 6), tl.load(number + 7), tl.load(number + 8)
+    inverse, root, least = tl.load(number + 6), tl.load(number + 7), tl.load(number + 8)
     spike = (v - inverse * g * g < 0) & (v > least)  # inverse is 0 where nothing is clipped
-    bound = tl.sqrt_rn(v * threshold)
+    bound = tl.sqrt_rn(v) * root
     g = tl.where(spike, tl.where(g < 0, -bound, bound), g)
     m += tl.load(number + 1) * (g - m)
     v = tl.load(number + 2) * v + tl.load(number + 3) * g * g
@@ -151,7 +151,7 @@ def _decay_(work: Sequence[Work]) -> None:
 
 @lru_cache(maxsize=64)
 def _numbers(c: Coefficients, is_sparse: bool) -> list[float]:
-    inverse, threshold = (1 / c.threshold, c.threshold) if c.threshold < math.inf else (0.0, 0.0)
+    inverse, root = (1 / c.threshold, math.sqrt(c.threshold)) if c.threshold < math.inf else (0.0, 0.0)
     rates = (1 - c.beta1, c.beta2, 1 - c.beta2, c.size, c.eps)
     least = -1.0 if c.literal else 0.0  # what v must exceed to be cut against
-    return [float(c.reset), *rates, inverse, threshold, least, 1.0 if is_sparse else 1 - c.decay]
+    return [float(c.reset), *rates, inverse, root, least, 1.0 if is_sparse else 1 - c.decay]

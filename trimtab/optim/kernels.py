@@ -99,7 +99,8 @@ def clipped(
     if margin.is_cpu and margin.amin().item() >= 0:  # spikes are rare, and a CPU need not wait to look
         return g
     spike = margin < 0 if c.literal else (margin < 0) & (v > 0)
-    return torch.where(spike, torch.copysign((v * c.threshold).sqrt_(), g), g)
+    bound = v.sqrt().mul_(math.sqrt(c.threshold))  # root by root: theta * v would overflow long before v does
+    return torch.where(spike, torch.copysign(bound, g), g)
 
 
 def loop_(work: Sequence[Work]) -> None:

@@ -23,6 +23,9 @@ over and its clock stands still.
 v is not corrected for its age in the test, so k steps after a reset a spike is what exceeds
 sqrt(threshold * (1 - beta2^k)) times the usual size: 10 at k = 20, 26 at 150, 44 at 500, 71 in the end.
 
+An infinite gradient is a spike like any other, once the grace steps are over. A NaN is larger than nothing: it goes
+into moments and parameter, as in Adam, and a reset wipes only the moments. Look for it before the step.
+
 Where this differs from the published code, which `reference=True` gives back:
     bias correction     there n = t always: the first update after a reset is 2 to 3 times too large, and grows to 6.6
                         (late, constant gradient) while the cosine hides it. Here it is exactly lr * s.
@@ -42,6 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from trimtab.checks import require
@@ -183,6 +187,7 @@ class SPAM(Optimizer):
                 loss = closure()
         ways: dict[Callable[[Sequence[Work]], None], list[Work]] = {}
         steps: list[Tensor] = []
+        changed: list[Tensor] = []
         ages: dict[tuple[int, int], tuple[Clock, Coefficients]] = {}  # most parameters of a group share theirs
         for position, (group, p) in enumerate(self._parameters()):
             if p.grad is None:
@@ -195,11 +200,13 @@ class SPAM(Optimizer):
                 ages[age] = now, coefficients(group, now)
             work = share(p, state, *ages[age], group, position)
             steps.append(state["step"])
+            changed.append(p)
             if work.p.numel():  # a shard may be empty; its clock goes on like the others'
                 ways.setdefault(choose(group, work), []).append(work)
         for way, works in ways.items():  # only now, so that what was refused above has changed nothing
             way(works)
         if steps:
+            increment_version(changed)  # neither a kernel of ours nor a write to a shard tells autograd by itself
             torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
         return loss
 
@@ -211,11 +218,15 @@ class SPAM(Optimizer):
         `foreach` and `fused` stay as they are here: a run may resume on other hardware.
         """
         saved: dict[str, Any] = {}
+        mine = self.state, self.param_groups
         ways = [{name: group[name] for name in ("foreach", "fused")} for group in self.param_groups]
         before = self.register_load_state_dict_pre_hook(lambda _, state_dict: saved.update(state_dict))
         after = self.register_load_state_dict_post_hook(lambda _: self._restore(saved, ways), prepend=True)
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self.state, self.param_groups = mine  # what is refused has changed nothing
+            raise
         finally:
             before.remove()
             after.remove()

@@ -144,7 +144,8 @@ class GradStabilizer:
         clip_gamma: float | None = None,
         eps: float = 0.0,
     ) -> None:
-        require(len(gammas) == 2 and all(map(is_decay, gammas)), "gammas must be two numbers in (0, 1)", gammas)
+        pair = isinstance(gammas, tuple | list) and len(gammas) == 2
+        require(pair and all(map(is_decay, gammas)), "gammas must be two numbers in (0, 1)", gammas)
         require(gammas[0] ** 2 < gammas[1], "gammas must satisfy gamma1^2 < gamma2, or rho is not bounded", gammas)
         require(clip_gamma is None or is_decay(clip_gamma), "clip_gamma must be None or lie in (0, 1)", clip_gamma)
         require(is_number(eps) and eps >= 0, "eps must be a number of at least 0", eps)

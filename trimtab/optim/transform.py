@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from trimtab.checks import is_number, require
 from trimtab.errors import TrimtabError
@@ -75,6 +76,7 @@ class Gradients:
     def scale_(self, scales: Tensor) -> None:  # (P,) or (1,)
         """Multiply each gradient by its number, or all by the one."""
         pieces, positions = self._pieces()
+        self._tell()
         for (device, dtype), kind in by_kind(pieces).items():
             grads = [pieces[k] for k in kind]
             if scales.numel() > 1 and fused_multiply(grads, [positions[k] for k in kind], scales):
@@ -96,6 +98,7 @@ class Gradients:
                 "redistribute it to Replicate or Shard first, or leave clip_gamma out"
             )
         pieces, positions = self._pieces()
+        self._tell()
         for (device, _), kind in by_kind(pieces).items():
             if fused_multiply([pieces[k] for k in kind], [positions[k] for k in kind], factors, limits):
                 continue
@@ -116,6 +119,10 @@ class Gradients:
                     "build the embedding with sparse=False"
                 )
         return [param.grad for param in self.params]
+
+    def _tell(self) -> None:
+        """Count the coming change in the gradients' versions: neither a kernel nor a write to a shard does it."""
+        increment_version([param.grad for param in self.params if param.grad is not None])
 
     def _pieces(self) -> tuple[list[Tensor], list[int]]:
         """The local pieces of the gradients that exist, none without dimensions, and whose they are."""

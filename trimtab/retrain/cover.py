@@ -57,6 +57,8 @@ def reason_to_keep(path: str, modules: Mapping[str, nn.Module], tied: set[int]) 
         return "shares its weight with an embedding or the head"
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention does not call it"
+    if "weight" not in linear._parameters:  # weight norms, parametrizations: what is rounded would be thrown away
+        return "its weight is computed anew at each call"
     if not linear.weight.is_floating_point() or linear.weight.shape != (linear.out_features, linear.in_features):
         return "its weight is no matrix of floats"
     return None

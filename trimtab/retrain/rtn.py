@@ -24,6 +24,7 @@ own numbers call `revert_` first, or evaluate under `running(model, "high")`.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def rtn_(
         seen = f"{len(skipped)} weights with a reason to stay" if skipped else "no nn.Linear at all"
         warnings.warn(f"rtn_ rounds no linear: it saw {seen}; check skip and head", NoEffectWarning, stacklevel=3)
 
-    undo: list[Undo] = []  # from here on the model changes
+    undo: list[Undo] = [_forget_compiled]  # last; from here on the model changes
     for weight, is_down in weights:
         if is_down:
             weight.copy_(quantize_weight(mix(wide(weight)), w_bits, clip_search=clip_search))
@@ -139,6 +140,7 @@ def rtn_(
             hook = functools.partial(_round_input, bits=a_bits, group=heads.get(path), rotate=path in down)
             undo.append(linear.register_forward_pre_hook(hook, with_kwargs=True).remove)
     undo += [wrap(module, kv_bits, hadamard=kv_hadamard) for module in attentions.values()]
+    _forget_compiled()
     return RtnReport(
         w_bits,
         a_bits,
@@ -173,6 +175,15 @@ def _round_input(
     """The forward pre-hook of a linear."""
     x, *rest = args or (kwargs.pop("input"),)
     return (quantize_activation(mix(x) if rotate else x, bits, group=group), *rest), kwargs
+
+
+def _forget_compiled() -> None:
+    """Have what was compiled compiled anew: it does not look whether hooks have come or gone, and would go on without.
+
+    That takes time, for all of the process; a weight rotated for an input that is not would cost the result.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @torch.no_grad()
