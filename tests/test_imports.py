@@ -14,7 +14,8 @@ FILES = sorted((ROOT / "trimtab").rglob("*.py"))
 ROOMS = ("control", "linear", "nn", "optim", "retrain", "lab", "report", "cli")
 TORCH_FREE = (
     *(f"control.{name}" for name in ("judge", "decide", "advance", "policy", "tally", "replay", "values", "record")),
-    *("control.writers", "errors", "__init__", "lab.config"),
+    *(f"control.{name}" for name in ("detectors", "columns", "zscore", "surprise", "sources", "estimates", "measures")),
+    *("control.writers", "errors", "__init__", "lab.config", "lab.suites", "lab.intervals"),
 )
 
 # What a room may import of the other rooms: modules, or whole rooms.

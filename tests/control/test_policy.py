@@ -171,7 +171,14 @@ def test_a_constant_alpha_preset_has_no_threshold_warm_up() -> None:
 
 
 def test_every_preset_is_known_here() -> None:
-    assert set(PRESETS) == set(ROWS) | {"steady"}
+    assert set(PRESETS) == set(ROWS) | {"steady", "secondhand"}
+
+
+def test_secondhand_is_what_summaries_of_the_paper_say() -> None:
+    policy = Policy.preset("secondhand")
+    assert (policy.history, policy.decay, policy.alpha, policy.lock_steps) == ("ema", 0.9, 2.0, 10)
+    assert (policy.beta, policy.window, policy.alpha_warmup) == (1 + 0.5, 5, None)
+    assert policy.resolve(400, None).max_high == 4
 
 
 def test_the_defaults_are_the_paper_s_two_stage_rule() -> None:

@@ -55,13 +55,19 @@ def run(
     base = Policy.preset(str(asked.pop("preset"))) if "preset" in asked else own
     other = base.replace(**asked)
     if calibrate is not None:
-        other = Policy.calibrated(trace, calibrate, base=other)
+        other = Policy.calibrated(trace, calibrate, base=other, detector=trace.detector)
     config = read_run(folder, with_trace=False).config if folder.is_dir() else {}
     quiet = quiet_steps(trace.steps, config)
     columns = {"the run's own": own} | ({} if other == own else {"what if": other})
     results = {
         name: replay(
-            trace.norms, policy, seen=trace.seen, recoverable=trace.recoverable, total_steps=trace.total_steps
+            trace.norms,
+            policy,
+            seen=trace.seen,
+            recoverable=trace.recoverable,
+            total_steps=trace.total_steps,
+            detector=trace.detector,
+            columns=trace.columns,
         ).summary(quiet)
         for name, policy in columns.items()
     }

@@ -4,6 +4,9 @@
 values.py      what travels down the pipe: Reading, Risk, Plan, Event
 policy.py      thresholds, budget, lock; presets; calibration
 judge.py       Algorithm 1: each unit against its own history
+detectors.py   other ways to judge, by name; columns.py, zscore.py, sources.py, estimates.py hold them, surprise.py and
+               measures.py what they share
+sensors.py     who measures what they need; listeners.py, gaps.py more of them, sensing.py all by name
 decide.py      Algorithm 2: selection, budget, lock
 advance.py     both over a stretch of steps: the whole method as one pure function
 replay.py      the same over a recorded trace

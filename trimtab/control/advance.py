@@ -10,14 +10,14 @@ therefore go row by row here: `rebase_at`, which starts the histories anew, and 
     it. The second pass of a step always counts.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control.decide import Choice, Ledger, decide
-from trimtab.control.judge import History, judge
+from trimtab.control.detectors import GNMR, Detector, FullBudget, fill
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.values import Bools, Risk
 
@@ -29,13 +29,14 @@ class State(NamedTuple):
     """Optimizer steps taken so far."""
     again: bool
     """Whether the coming pass is the second one of its step."""
-    history: History
+    history: Any
+    """The detector's memory: a NamedTuple of arrays with the units along the last axis."""
     ledger: Ledger
 
     @classmethod
-    def fresh(cls, recoverable: Bools, policy: Policy, limits: Limits) -> "State":
+    def fresh(cls, recoverable: Bools, policy: Policy, limits: Limits, detector: Detector = GNMR) -> "State":
         """The state before the first step."""
-        history = History.fresh(len(recoverable), policy)
+        history = detector.fresh(len(recoverable), policy)
         return cls(0, False, history, Ledger.fresh(recoverable, policy, limits))
 
 
@@ -50,12 +51,21 @@ class Verdict(NamedTuple):
 
 
 def advance(
-    state: State, norms: NDArray[np.float32], seen: Bools, recoverable: Bools, policy: Policy, limits: Limits
+    state: State,
+    norms: NDArray[np.float32],
+    seen: Bools,
+    recoverable: Bools,
+    policy: Policy,
+    limits: Limits,
+    detector: Detector = GNMR,
+    columns: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> tuple[Verdict, State]:
-    """Judge and decide T passes of norms of shape (T, U)."""
+    """Judge and decide T passes of norms of shape (T, U), and of the further columns that the detector asks for."""
     verdicts = []
+    whole = {"norm": norms} | {name: columns[name] for name in detector.columns if columns is not None}
     for rows in _stretches(state.step, len(norms), policy):
-        verdict, state = _advance_stretch(state, norms[rows], seen[rows], recoverable, policy, limits)
+        part = {name: column[rows] for name, column in whole.items()}
+        verdict, state = _advance_stretch(state, part, seen[rows], recoverable, policy, limits, detector)
         verdicts.append(verdict)
     return (verdicts[0] if len(verdicts) == 1 else concatenate(verdicts)), state
 
@@ -70,19 +80,28 @@ def _stretches(step: int, length: int, policy: Policy) -> Iterator[slice]:
 
 
 def _advance_stretch(
-    state: State, norms: NDArray[np.float32], seen: Bools, recoverable: Bools, policy: Policy, limits: Limits
+    state: State,
+    columns: Mapping[str, NDArray[np.float32]],
+    seen: Bools,
+    recoverable: Bools,
+    policy: Policy,
+    limits: Limits,
+    detector: Detector,
 ) -> tuple[Verdict, State]:
-    steps = state.step + 1 + np.arange(len(norms))
+    length = len(seen)
+    steps = state.step + 1 + np.arange(length)
     alpha = policy.alpha_at(steps, limits.warmup_steps)
     before = state.history
-    if len(norms) and state.step + 1 in policy.rebase_at:
-        before = History.fresh(norms.shape[1], policy)
-    risk, history = judge(before, norms, seen, policy, alpha)
+    if length and state.step + 1 in policy.rebase_at:
+        before = detector.fresh(seen.shape[1], policy)
+    risk, history = detector.judge(before, columns, seen, policy, alpha)
+    if isinstance(detector, FullBudget):
+        risk = risk._replace(risk=fill(risk.risk, seen, recoverable, limits.max_high))
     choice, ledger = decide(state.ledger, risk.risk, recoverable, policy, limits, steps)
     rerun = _reruns(state, risk, recoverable, choice, policy)
     counted = not rerun.any()  # with `replay_step` a stretch is one pass
     after = State(
-        step=state.step + (len(norms) if counted else 0),
+        step=state.step + (length if counted else 0),
         again=not counted,
         history=history if counted else before,
         ledger=ledger,

@@ -33,23 +33,26 @@ from torch.profiler import record_function
 from trimtab.control import act
 from trimtab.control.advance import State, Verdict, advance
 from trimtab.control.decide import Ledger
+from trimtab.control.detectors import Detector, described, detector_of
 from trimtab.control.events import Narrator
-from trimtab.control.judge import History
 from trimtab.control.observe import Observer
 from trimtab.control.policy import Policy
 from trimtab.control.selections import Selection
+from trimtab.control.sensing import attach_sensors
+from trimtab.control.sensors import Sensor
 from trimtab.control.state import (
     STATE_VERSION,
     check_state,
     column,
     columns,
     load_path_states,
+    load_sensors,
     path_states,
     to_tensors,
 )
 from trimtab.control.tally import Tally
 from trimtab.control.units import Grouping, Unit, gather_units, trainable
-from trimtab.control.values import Event, Plan
+from trimtab.control.values import Event, Plan, Reading
 from trimtab.errors import NonFiniteError, TrimtabError
 
 log = logging.getLogger(__name__)
@@ -58,7 +61,10 @@ MODES = ("off", "observe", "act")
 
 
 class RecorderLike(Protocol):
-    """What the controller asks of a recorder (`trimtab.Recorder` is one)."""
+    """What the controller asks of a recorder (`trimtab.Recorder` is one).
+
+    `columns` and `detector` are passed only where there is more than GNMR and its norms.
+    """
 
     def open_trace(
         self,
@@ -69,11 +75,20 @@ class RecorderLike(Protocol):
         max_high: int,
         warmup_steps: int,
         total_steps: int | None,
+        columns: Sequence[str] = ...,
+        detector: Mapping[str, Any] | None = ...,
     ) -> None:
         """Learn what the rows will mean."""
 
     def observe(
-        self, step: int, norms: np.ndarray, seen: np.ndarray, high: np.ndarray, grad_norm: float, events: list[dict]
+        self,
+        step: int,
+        norms: np.ndarray,
+        seen: np.ndarray,
+        high: np.ndarray,
+        grad_norm: float,
+        events: list[dict],
+        columns: Mapping[str, np.ndarray] | None = ...,
     ) -> None:
         """Take one pass: the norms measured, and the set that was executed."""
 
@@ -93,6 +108,8 @@ class Controller:
         units: Grouping | Sequence[Unit] | None = None,
         watch: Sequence[str] = (),
         selection: Selection | None = None,
+        detector: str | Mapping[str, Any] | Detector = "gnmr",
+        sensors: Sequence[Sensor] = (),
     ) -> None:
         """Find the model's units and start with an empty history.
 
@@ -106,6 +123,10 @@ class Controller:
                 patterns), or ready-made units; a converted model brings its own.
             watch: name patterns of further modules to watch and record; they are never switched.
             selection: fills the seats in another way than Algorithm 2 (`trimtab.control.selections`), to compare.
+            detector: what risks are read from (`trimtab.control.detectors`): a name, a dict of name and options, or
+                a detector; `"gsnr:full"` fills the budget in every step.
+            sensors: for columns that the detector needs or that only the trace should have
+                (`trimtab.control.sensors`); what the detector needs is added by itself.
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
@@ -122,10 +143,15 @@ class Controller:
         # A plain model has no switch at all: observe mode then decides as if every unit could be switched.
         on_paper = np.array([not unit.bystander for unit in self.units], bool)
         self._recoverable = switchable if switchable.any() else on_paper
-        self._observer = Observer(self.units, trainable([model]))
+        self.detector = detector_of(detector)
+        self.reading: Reading | None = None  # what the last step() has read
+        self._sensors = {} if self.mode == "off" else attach_sensors(self.detector, sensors, self.units)
+        self._observer = Observer(self.units, trainable([model]), tuple(self._sensors.values()))
         self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
         self._reset()
         if recorder is not None and self.mode != "off":
+            more: dict[str, Any] = {"columns": list(self._sensors)} if self._sensors else {}
+            more |= {"detector": described(self.detector)} if self.detector.name != "gnmr" else {}
             recorder.open_trace(
                 list(self.names),
                 recoverable=self._recoverable,
@@ -133,12 +159,14 @@ class Controller:
                 max_high=self.limits.max_high,
                 warmup_steps=self.limits.warmup_steps,
                 total_steps=total_steps,
+                **more,
             )
 
     def _reset(self) -> None:
-        self._state = State.fresh(self._recoverable, self.policy, self.limits)
+        self._state = State.fresh(self._recoverable, self.policy, self.limits, self.detector)
         self._tally = Tally(self._recoverable, self._state.ledger.high, self.policy, self.limits)
-        self._narrator = Narrator(self.names, self.policy, self.limits, acting=self.mode == "act")
+        acting, judge = self.mode == "act", self.detector.name
+        self._narrator = Narrator(self.names, self.policy, self.limits, acting=acting, detector=judge)
         self._set_plan(0)
 
     @property
@@ -162,11 +190,18 @@ class Controller:
             return self.plan
         started = time.perf_counter()
         with _span("trimtab::observe"):
-            reading = self._observer.read()
+            reading = self.reading = self._observer.read()
         with _span("trimtab::decide"):
             ran, before = self._executed(), self._state
             verdict, self._state = advance(
-                before, reading.norm[None], reading.seen[None], self._recoverable, self._in_force, self.limits
+                before,
+                reading.norm[None],
+                reading.seen[None],
+                self._recoverable,
+                self._in_force,
+                self.limits,
+                self.detector,
+                {name: reading.columns[name][None] for name in self.detector.columns},
             )
             if self._selection is not None:
                 verdict = self._reselect(verdict, self._selection)
@@ -176,8 +211,10 @@ class Controller:
             self._set_plan(int(verdict.steps[0]), nonfinite=nonfinite, rerun=bool(verdict.rerun[0]))
             if self.mode == "act" and (nonfinite or self.plan.rerun):
                 self._observer.drop()
+            for sensor in self._sensors.values():
+                sensor.aim(verdict.risk.risk[0], self._executed())
         with _span("trimtab::record"):
-            self._record(verdict, reading.norm, reading.seen, ran, reading.total, events)
+            self._record(verdict, reading, ran, events)
         self.seconds = time.perf_counter() - started
         self._count_bad(nonfinite, np.flatnonzero(reading.seen & ~np.isfinite(reading.norm)))
         return self.plan
@@ -201,9 +238,12 @@ class Controller:
         """Scale every unit's remembered norms, for when the number of micro-batches (and so the norm) changes."""
         if not (np.isfinite(factor) and factor > 0):
             raise TrimtabError(f"factor must be a positive number, got {factor!r}")
-        history = self._state.history
-        scaled = history._replace(mean=history.mean * factor, recent=history.recent * factor)
-        self._state = self._state._replace(history=scaled)
+        self._state = self._state._replace(history=self.detector.rescaled(self._state.history, factor))
+
+    def detach(self) -> None:
+        """Take the sensors off the model; the controller must not step after it."""
+        for sensor in self._sensors.values():
+            sensor.detach()
 
     def summary(self) -> dict[str, float]:
         """The metrics of `trimtab.control.tally`, false alarms first."""
@@ -233,12 +273,12 @@ class Controller:
         if self.mode == "act":
             act.apply(self.units, mask & (not self._held))
 
-    def _record(
-        self, verdict: Verdict, norms: np.ndarray, seen: np.ndarray, ran: np.ndarray, total: float, events: list[Event]
-    ) -> None:
+    def _record(self, verdict: Verdict, reading: Reading, ran: np.ndarray, events: list[Event]) -> None:
         self._tally.add_later(verdict, ran[None] if self.mode == "act" else None)
         if self._recorder is not None:
-            self._recorder.observe(self.plan.step, norms, seen, ran, total, [event.to_dict() for event in events])
+            told = [event.to_dict() for event in events]
+            more = {"columns": {name: reading.columns[name] for name in self._sensors}} if self._sensors else {}
+            self._recorder.observe(self.plan.step, reading.norm, reading.seen, ran, reading.total, told, **more)
         for event in events:
             if event.kind in ("nonfinite", "persistent", "budget_full"):
                 log.warning("step %d: %s", event.step, event.message)
@@ -274,6 +314,8 @@ class Controller:
             "paused": self._paused,
             "held": self._held,
             "bad_steps": self._bad_steps,
+            "detector": described(self.detector),
+            "sensors": {name: sensor.state_dict() for name, sensor in self._sensors.items()},
             "history": to_tensors(state.history._asdict()),
             "ledger": to_tensors(state.ledger._asdict()),
             "tally": to_tensors(self._tally.state_dict()),
@@ -289,9 +331,11 @@ class Controller:
             warnings.warn("the checkpoint holds no controller state: starting with a fresh history", stacklevel=2)
             self._reset()
             return
-        check_state(state_dict, self.names, self.policy)
+        check_state(state_dict, self.names, self.policy, described(self.detector))
         order = [list(state_dict["units"]).index(name) for name in self.names]
-        history = History(**columns(state_dict["history"], order))
+        memory = self.detector.fresh(len(self.names), self.policy)
+        history = type(memory)(**columns(state_dict["history"], order))
+        load_sensors(self._sensors, state_dict.get("sensors", {}))
         ledger = Ledger(**columns(state_dict["ledger"], order))
         self._state = State(int(state_dict["step"]), bool(state_dict["again"]), history, ledger)
         tally = dict(state_dict["tally"])

@@ -23,8 +23,11 @@ LOOK_BACK = 200  # steps over which the pressure on the budget is judged
 class Narrator:
     """Turns decisions into events; remembers just enough to say each thing once."""
 
-    def __init__(self, names: tuple[str, ...], policy: Policy, limits: Limits, *, acting: bool = True) -> None:
+    def __init__(
+        self, names: tuple[str, ...], policy: Policy, limits: Limits, *, acting: bool = True, detector: str = "gnmr"
+    ) -> None:
         self._names, self._policy, self._limits, self._acting = names, policy, limits, acting
+        self._against = "its history" if detector == "gnmr" else f"its range ({detector})"
         shape = (LOOK_BACK, len(names))
         self._ratios, self._jumps = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
         self._full = np.zeros(LOOK_BACK, bool)
@@ -62,7 +65,7 @@ class Narrator:
         elif policy.beta is not None and jump / policy.beta > ratio / float(verdict.alpha[0]):
             cause, text = "jump", f"{jump:.2g}x its last {policy.window} steps"
         else:
-            cause, text = "ratio", f"{ratio:.2g}x its history"
+            cause, text = "ratio", f"{ratio:.2g}x {self._against}"
         end = "high" if kind == "high" else f"denied, the budget of {self._limits.max_high} is full"
         return Event(int(verdict.steps[0]), kind, name, cause, ratio, jump, risk, f"{name}  {text} -> {end}")
 

@@ -5,6 +5,8 @@
     one copy        all of them to the host at once: P floats, a single wait, no `.item()` per parameter
     per unit        n_b = sqrt(sum of squares over its parameters), in float64, rounded to float32
 
+What `sensors` have measured besides travels in the same copy.
+
 Norms are of the gradient as the optimizer would see it before clipping: reduced, un-scaled, averaged over
 micro-batches. A tied weight counts in each unit that holds it and once in the total. A parameter without a
 gradient adds nothing; a unit without any gradient is not `seen`.
@@ -21,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trimtab.control.sensors import Sensor
 from trimtab.control.units import Unit
 from trimtab.control.values import Reading
 
@@ -28,8 +31,11 @@ from trimtab.control.values import Reading
 class Observer:
     """Reads the norms of a fixed set of parameters, grouped into units."""
 
-    def __init__(self, units: Sequence[Unit], parameters: Sequence[nn.Parameter]) -> None:
-        """Bind to the units and to all trainable parameters of the model, watched or not."""
+    def __init__(
+        self, units: Sequence[Unit], parameters: Sequence[nn.Parameter], sensors: Sequence[Sensor] = ()
+    ) -> None:
+        """Bind to the units, to all trainable parameters of the model, watched or not, and to attached sensors."""
+        self._sensors = tuple(sensors)
         watched = [p for unit in units for p in unit.parameters]
         self.parameters = list({id(p): p for p in [*parameters, *watched]}.values())
         position = {id(p): i for i, p in enumerate(self.parameters)}
@@ -45,16 +51,23 @@ class Observer:
         self._dropped = False
 
     def read(self) -> Reading:
-        """The norms of every unit and the total, one device-to-host copy."""
+        """The norms of every unit, the total and the sensors' columns, one device-to-host copy.
+
+        (Two where a clip has asked for the norms before.)
+        """
+        further = [sensor.read() for sensor in self._sensors]
         if self._dropped or not self._is_current():
-            self._measure()
+            columns = self._measure(further)
+        else:
+            columns = torch.cat(further).cpu().numpy() if further else np.zeros(0, np.float32)
         squares = np.zeros(len(self.parameters))
         with np.errstate(over="ignore"):
             squares[self._present] = self._host.astype(np.float64) ** 2
             sums = np.bincount(self._unit_of, squares[self._parameter_of], self._num_units)
             norms = np.sqrt(sums).astype(np.float32)
         seen = np.bincount(self._unit_of, self._present[self._parameter_of], self._num_units) > 0
-        return Reading({"norm": norms}, seen, float(np.sqrt(squares.sum())))
+        named = {s.column: c for s, c in zip(self._sensors, columns.reshape(-1, self._num_units), strict=True)}
+        return Reading({"norm": norms} | named, seen, float(np.sqrt(squares.sum())))
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`; returns the norm before.
@@ -87,12 +100,19 @@ class Observer:
     def _dense(self) -> list[Tensor]:
         return [g.coalesce().values() if g.is_sparse else g for g in self._gradients()]
 
-    def _measure(self) -> None:
+    def _measure(self, further: Sequence[Tensor] = ()) -> NDArray[np.float32]:
+        """Read the norms, and bring further vectors to the host with them."""
         self._present = np.array([p.grad is not None for p in self.parameters], bool)
         self._norms = _norms(self._dense())
-        self._host = self._norms.cpu().numpy()
+        if further:
+            place = self._norms.device
+            both = torch.cat([self._norms, *(f.to(place, non_blocking=True) for f in further)]).cpu().numpy()
+        else:
+            both = self._norms.cpu().numpy()
+        self._host, rest = both[: len(self._norms)], both[len(self._norms) :]
         self._clipped = self._dropped = False
         self._remember()
+        return rest
 
     def _remember(self) -> None:
         self._key = [(weakref.ref(g), g._version) for g in self._gradients()]

@@ -171,7 +171,13 @@ class Policy:
 
     @classmethod
     def calibrated(
-        cls, trace: Any, false_alarms_per_1k: float = 1.0, *, base: "Policy | None" = None, skip: int = 20
+        cls,
+        trace: Any,
+        false_alarms_per_1k: float = 1.0,
+        *,
+        base: "Policy | None" = None,
+        skip: int = 20,
+        detector: Any = "gnmr",
     ) -> "Policy":
         """Set alpha and beta from a quiet stretch, by quantiles of each step's largest ratio and largest jump.
 
@@ -181,6 +187,8 @@ class Policy:
             trace: norms of shape (steps, units), or an object with `.norms` (and `.seen`), such as a read trace.
             base: the policy whose other settings are kept; `Policy()` if not given.
             skip: first steps of the stretch to leave out, while the histories are short.
+            detector: whose ratios and jumps are meant; its columns are taken from `trace.columns`. One without a jump
+                leaves beta as it is.
         """
         from trimtab.control.replay import replay  # replay builds on policy: imported late to keep the arrow one-way
 
@@ -199,9 +207,15 @@ class Policy:
         share = false_alarms_per_1k / 1000 / (1 if base.beta is None else 2)
         levels = (0.0, 0.0)
         while True:
-            decisions = replay(norms, watching, seen=getattr(trace, "seen", None))
+            decisions = replay(
+                norms,
+                watching,
+                seen=getattr(trace, "seen", None),
+                detector=detector,
+                columns=getattr(trace, "columns", None),
+            )
             alpha = max(levels[0], quiet_level(decisions.ratio[skip:], share))
-            beta = None if base.beta is None else max(levels[1], quiet_level(decisions.jump[skip:], share))
+            beta = None if base.beta is None else max(levels[1], quiet_level(decisions.jump[skip:], share)) or base.beta
             warm = None if base.alpha_warmup is None else alpha * max(1.0, base.alpha_warmup / base.alpha)
             policy = base.replace(alpha=alpha, beta=beta, alpha_warmup=warm)
             if base.history != "exclude_triggered" or levels == (alpha, beta or 0.0):
@@ -257,5 +271,17 @@ PRESETS: dict[str, Policy] = {
         memory=20,
         lock_steps=4,
         lock_growth=2.0,
+    ),
+    # Not the paper's, but what its summaries say: EMA 0.9, ratio above 2, 1 % of the units, a lock of 10, and "a 5-step
+    # difference above 0.5". A policy measures a jump as a ratio; from the usual ratio of 1, 0.5 more is 1.5 times.
+    "secondhand": Policy(
+        alpha=2.0,
+        alpha_warmup=None,
+        beta=1.5,
+        window=5,
+        max_high=0.01,
+        lock_steps=10,
+        history="ema",
+        decay=0.9,
     ),
 }

@@ -3,7 +3,7 @@
 
     run.json        config, versions, hardware, command: written first, never changed
     metrics.jsonl   one JSON object per line: step, loss, ..., grad_norm, num_high, events
-    trace.arrow     every norm and every executed set: Arrow IPC stream of (step, norms, high)
+    trace.arrow     every norm and every executed set: Arrow IPC stream of (step, norms, high, further columns)
 
 A report, a replay and a sweep over policies all start from this folder (schema: docs/runs.md), so what is
 written here is exact. A norm is stored as the float32 that was judged, NaN and Inf included; a unit without
@@ -103,8 +103,15 @@ class Recorder:
         max_high: int,
         warmup_steps: int,
         total_steps: int | None,
+        columns: Sequence[str] = (),
+        detector: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what the trace is about; after a resume, check that it is about the same units."""
+        """Say what the trace is about; after a resume, check that it is about the same units and columns.
+
+        Args:
+            columns: names of what is measured besides the norms, each a column of the trace.
+            detector: what the run was judged by, if not by GNMR (`trimtab.control.detectors.described`).
+        """
         header = {
             "format": FORMAT,
             "units": list(units),
@@ -114,6 +121,11 @@ class Recorder:
             "warmup_steps": int(warmup_steps),
             "total_steps": None if total_steps is None else int(total_steps),
         }
+        taken = sorted({"step", "norms", "high"} & set(columns))
+        if taken or len(set(columns)) != len(columns):
+            raise TrimtabError(f"columns must have names of their own, got {list(columns)}: rename one")
+        header |= {"columns": list(columns)} if columns else {}
+        header |= {} if detector is None else {"detector": dict(detector)}
         if not units:
             raise TrimtabError("a trace needs at least one unit, got none: check what was converted or watched")
         if len(header["recoverable"]) != len(units):
@@ -128,9 +140,10 @@ class Recorder:
         high: NDArray[np.bool_],  # (U,) the set executed in this step
         grad_norm: float,
         events: Sequence[Mapping[str, Any]] = (),
+        columns: Mapping[str, NDArray[np.float32]] | None = None,  # each (U,)
     ) -> None:
         """Take the controller's part of one pass; a step that is run again is simply observed again."""
-        self._trace.append(step, norms, seen, high)
+        self._trace.append(step, norms, seen, high, columns)
         values = {"grad_norm": float(grad_norm), "num_high": int(np.count_nonzero(high))}
         if events:
             values["events"] = list(events)

@@ -5,18 +5,25 @@
     decisions.high[t]         who is chosen from step t (and runs high in t + 1)
     decisions.summary()       false alarms, promotion, budget pressure, ...
 
+Another detector judges further columns, which a trace holds if the run was recorded with them:
+
+    trace = trimtab.report.read_trace("runs/a/trace.arrow")
+    trimtab.replay(trace.norms, policy, seen=trace.seen, detector="gap", columns=trace.columns)
+
 It is the live controller's own code (`advance`) run over a matrix, so on a run's own trace and policy it gives
 the run's own decisions, bit for bit. With another policy it is open-loop: in the recorded run a unit that went
 high changed the norms that followed, and a replay cannot know what they would have been otherwise.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control.advance import State, Verdict, advance
+from trimtab.control.detectors import Detector, check_columns, detector_of
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.tally import Tally
 from trimtab.control.values import Bools, Floats
@@ -52,6 +59,8 @@ def replay(
     recoverable: Bools | None = None,
     total_steps: int | None = None,
     keep: Literal["all", "summary"] = "all",
+    detector: str | Mapping[str, Any] | Detector = "gnmr",
+    columns: Mapping[str, NDArray[np.floating]] | None = None,
 ) -> Decisions:
     """Run a policy over recorded norms.
 
@@ -61,12 +70,16 @@ def replay(
         recoverable: (units,) mask of units that may be chosen, all by default.
         total_steps: length of the run, which fixes the warm-up; the number of rows by default.
         keep: `"summary"` keeps no matrix, for traces larger than memory (pass a memory-mapped array).
+        detector: what risks are read from (`trimtab.control.detectors`).
+        columns: what it needs besides the norms, each (steps, units); NaN where a unit was not measured.
     """
     norms, seen, recoverable = _checked(norms, seen, recoverable)
     if keep not in ("all", "summary"):
         raise TrimtabError(f'keep must be "all" or "summary", got {keep!r}')
+    judge, further = detector_of(detector), _checked_columns(norms, columns)
+    check_columns(judge, {"norm": norms} | further)
     limits = policy.resolve(int(recoverable.sum()), len(norms) if total_steps is None else total_steps)
-    state = State.fresh(recoverable, policy, limits)
+    state = State.fresh(recoverable, policy, limits, judge)
     tally = Tally(recoverable, state.ledger.high, policy, limits)
     kept: list[Verdict] = []
     alarms, reruns = [np.zeros(0, bool)], [np.zeros(0, bool)]
@@ -76,7 +89,8 @@ def replay(
         if (block < 0).any():
             raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
         mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
-        verdict, state = advance(state, block, mask, recoverable, policy, limits)
+        part = {name: _as_float32(further[name][rows]) for name in judge.columns}
+        verdict, state = advance(state, block, mask, recoverable, policy, limits, judge, part)
         alarms.append(tally.add(verdict))
         reruns.append(verdict.rerun)
         if keep == "all":
@@ -102,6 +116,16 @@ def replay(
 def _as_float32(norms: NDArray[np.floating]) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):  # a norm beyond float32 is infinite, as it would have been live
         return np.asarray(norms, dtype=np.float32)
+
+
+def _checked_columns(
+    norms: NDArray[np.floating], columns: Mapping[str, NDArray[np.floating]] | None
+) -> dict[str, NDArray[np.floating]]:
+    found = {name: np.asarray(column) for name, column in (columns or {}).items()}
+    for name, column in found.items():
+        if column.shape != norms.shape:
+            raise TrimtabError(f"column {name!r} must have the shape of norms, {norms.shape}, got {column.shape}")
+    return found
 
 
 def _checked(

@@ -19,8 +19,10 @@ from trimtab.errors import TrimtabError
 STATE_VERSION = 1
 
 
-def check_state(state_dict: Mapping[str, Any], names: Sequence[str], policy: Policy) -> None:
-    """Refuse the state of another version, model or policy, and say what differs."""
+def check_state(
+    state_dict: Mapping[str, Any], names: Sequence[str], policy: Policy, detector: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse the state of another version, model, policy or detector, and say what differs."""
     version = state_dict.get("version")
     if version != STATE_VERSION:
         raise TrimtabError(
@@ -40,6 +42,23 @@ def check_state(state_dict: Mapping[str, Any], names: Sequence[str], policy: Pol
             f"the checkpoint was made under another policy ({'; '.join(changed)}): "
             "use Policy.from_dict(state['policy']), or start with a fresh controller"
         )
+    was = state_dict.get("detector", {"name": "gnmr"})  # a state from before there were others
+    if detector is not None and dict(was) != dict(detector):
+        raise TrimtabError(
+            f"the checkpoint was made with another detector, {dict(was)}, and this is {dict(detector)}: use "
+            "Controller(detector=state['detector']), or start with a fresh controller"
+        )
+
+
+def load_sensors(sensors: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give each sensor its own state back, by column."""
+    if set(sensors) != set(states):
+        raise TrimtabError(
+            f"the checkpoint was made with sensors of {sorted(states) or 'nothing'}, this controller has "
+            f"{sorted(sensors) or 'none'}: give the same detector and sensors"
+        )
+    for name, sensor in sensors.items():
+        sensor.load_state_dict(states[name])
 
 
 def to_tensors(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class TraceWriter:
         self._file = path.open("ab", buffering=0) if position else None
         self._schema: Any = None
         self._rows = 0
+        self._columns: dict[str, np.ndarray] = {}
 
     @property
     def full(self) -> bool:
@@ -87,6 +88,7 @@ class TraceWriter:
     def open(self, header: dict[str, Any]) -> None:
         pa = _pyarrow()
         num_units = len(header["units"])
+        further = list(header.get("columns", ()))
         if self.position:
             self._schema = _same_units(self.path, header)
         else:
@@ -95,6 +97,7 @@ class TraceWriter:
                     pa.field("step", pa.int64(), nullable=False),
                     pa.field("norms", pa.list_(pa.float32(), num_units), nullable=False),
                     pa.field("high", pa.list_(pa.bool_(), num_units), nullable=False),
+                    *(pa.field(name, pa.list_(pa.float32(), num_units), nullable=False) for name in further),
                 ],
                 metadata={METADATA_KEY: json.dumps(plain(header), allow_nan=False)},
             )
@@ -104,8 +107,16 @@ class TraceWriter:
         self._norms = np.empty((BATCH_ROWS, num_units), np.float32)
         self._hidden = np.empty((BATCH_ROWS, num_units), np.bool_)
         self._high = np.empty((BATCH_ROWS, num_units), np.bool_)
+        self._columns = {name: np.empty((BATCH_ROWS, num_units), np.float32) for name in further}
 
-    def append(self, step: int, norms: np.ndarray, seen: np.ndarray, high: np.ndarray) -> None:
+    def append(
+        self,
+        step: int,
+        norms: np.ndarray,
+        seen: np.ndarray,
+        high: np.ndarray,
+        columns: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         if self._schema is None:
             raise TrimtabError("observe needs to know the units: call open_trace first")
         row = self._rows
@@ -113,6 +124,13 @@ class TraceWriter:
         self._norms[row] = norms
         np.logical_not(seen, out=self._hidden[row])
         self._high[row] = high
+        if set(columns or ()) != set(self._columns):
+            raise TrimtabError(
+                f"a row must have the columns that the trace was opened with, {sorted(self._columns)}, got "
+                f"{sorted(columns or ())}"
+            )
+        for name, kept in self._columns.items():
+            kept[row] = columns[name]  # type: ignore[index]
         self._rows = row + 1
 
     def flush(self) -> None:
@@ -126,6 +144,8 @@ class TraceWriter:
             pa.FixedSizeListArray.from_arrays(norms, num_units),
             pa.FixedSizeListArray.from_arrays(high, num_units),
         ]
+        for kept in self._columns.values():
+            columns.append(pa.FixedSizeListArray.from_arrays(pa.array(kept[:rows].ravel()), num_units))
         self._send(pa.record_batch(columns, schema=self._schema).serialize())
         self._rows = 0
 
@@ -182,6 +202,13 @@ def _same_units(path: Path, header: dict[str, Any]) -> Any:
         raise TrimtabError(
             f"{path} was recorded with other units: unit {at} is {was} in the file and {now} now; "
             "resume with the same model and conversion, or start a new folder"
+        )
+    before, now = ({"columns": h.get("columns", []), "detector": h.get("detector")} for h in (written, header))
+    if before != plain(now):
+        raise TrimtabError(
+            f"{path} was recorded with the columns {before['columns']} and the detector {before['detector']}, now "
+            f"there are {now['columns']} and {now['detector']}: resume with the same detector and sensors, or start a "
+            "new folder"
         )
     changed = [key for key in ("policy", "max_high", "warmup_steps") if written[key] != plain(header[key])]
     if changed:

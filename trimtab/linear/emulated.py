@@ -11,10 +11,12 @@ in the autograd context, so a backward always belongs to its forward, whatever t
   ones, so there the rounded operands are multiplied in FP32 and the result is rounded, which is also what a
   GPU's FP32 accumulation does up to the order of the sum. FP8 hardware may accumulate in fewer bits (about 14
   on Hopper): the emulation is slightly better than that.
+- A watched call (`call.shadow`) runs the same operands through the high path too and reports both results. The
+  reference starts from the gradient as it came in, before any fault, and feeds no history.
 - The bias gradient is exact. Gradients are computed only where they are needed. There is no double backward.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,40 +94,31 @@ class _Prepared:
         return self.cache[key]
 
 
+class Saved(NamedTuple):
+    """What the backward of one forward needs."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    mask_x: Tensor | None
+    mask_w: Tensor | None
+
+
 class SwitchedGemms(torch.autograd.Function):
     """A linear whose three GEMMs follow `call.path`. Autocast is off in here: the caller has cast already."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, grad_enabled: bool) -> Tensor:
-        path, prepared = call.path, _Prepared(call)
         need_x, need_w = (grad_enabled and need for need in ctx.needs_input_grad[:2])
-        saved_x, saved_w = (x if need_w else None), (weight if need_x else None)
-        mask_x = mask_w = None
-        chained = path.chained and path.output is not None
-        if path.output is None:
-            y = nn.functional.linear(x, weight, bias)
-        else:
-            a, mask_x = prepared.get("output", "input", _matrix(x))
-            b, mask_w = prepared.get("output", "weight", weight)
-            if path.output.result is None:
-                y = _linear(a, b, bias)
-            else:
-                y = _finish(call, "output", _linear(a, b, None))
-                y = y if bias is None else y + bias
-            y = y.reshape(*x.shape[:-1], weight.shape[0])
-            if chained and need_w and path.grad_weight is not None:
-                saved_x = a
-            if chained and need_x and path.grad_input is not None:
-                saved_w = b
-        if not chained and need_w and path.grad_weight is not None:
-            saved_x = prepared.get("grad_weight", "input", _matrix(x))[0]
-        if not chained and need_x and path.grad_input is not None:
-            saved_w = prepared.get("grad_input", "weight", weight)[0]
-        ctx.save_for_backward(
-            saved_x, saved_w, mask_x if chained and need_x else None, mask_w if chained and need_w else None
-        )
-        ctx.call, ctx.x_shape, ctx.chained = call, x.shape, chained
-        return y if call.fault is None else call.fault.output(y)
+        y, saved = _output(call, x, weight, bias, need_x, need_w)
+        y = y if call.fault is None else call.fault.output(y)
+        ctx.call, ctx.x_shape = call, x.shape
+        if call.shadow is None:
+            ctx.save_for_backward(*saved)
+            return y
+        wanted, kept = _output(call.shadow, x, weight, bias, need_x, need_w)
+        ctx.save_for_backward(*saved, *kept)
+        call.report("output", y, wanted)  # type: ignore[misc]  # comes with the shadow
+        return y
 
     @staticmethod
     @once_differentiable
@@ -135,44 +128,88 @@ class SwitchedGemms(torch.autograd.Function):
             return *_gradients(ctx, grad), None, None
 
 
+def _output(
+    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, need_x: bool, need_w: bool
+) -> tuple[Tensor, Saved]:
+    """The forward of a path, and what its backward needs."""
+    path, prepared = call.path, _Prepared(call)
+    saved_x, saved_w = (x if need_w else None), (weight if need_x else None)
+    mask_x = mask_w = None
+    chained = _chained(call)
+    if path.output is None:
+        y = nn.functional.linear(x, weight, bias)
+    else:
+        a, mask_x = prepared.get("output", "input", _matrix(x))
+        b, mask_w = prepared.get("output", "weight", weight)
+        if path.output.result is None:
+            y = _linear(a, b, bias)
+        else:
+            y = _finish(call, "output", _linear(a, b, None))
+            y = y if bias is None else y + bias
+        y = y.reshape(*x.shape[:-1], weight.shape[0])
+        if chained and need_w and path.grad_weight is not None:
+            saved_x = a
+        if chained and need_x and path.grad_input is not None:
+            saved_w = b
+    if not chained and need_w and path.grad_weight is not None:
+        saved_x = prepared.get("grad_weight", "input", _matrix(x))[0]
+    if not chained and need_x and path.grad_input is not None:
+        saved_w = prepared.get("grad_input", "weight", weight)[0]
+    return y, Saved(saved_x, saved_w, mask_x if chained and need_x else None, mask_w if chained and need_w else None)
+
+
+def _chained(call: Call) -> bool:
+    return call.path.chained and call.path.output is not None
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     call: Call = ctx.call
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    x, weight, mask_x, mask_w = ctx.saved_tensors
+    tensors = ctx.saved_tensors  # once: checkpointing unpacks only once
+    saved, kept = Saved(*tensors[:4]), tensors[4:]
+    came = grad
     if call.fault is not None:
         grad = call.fault.grad_output(grad)
     g = _matrix(grad)
     call.observe("grad_output", g)
-    grad_x = _grad_input(ctx, g, weight, mask_x) if need_x else None
-    grad_w = _grad_weight(ctx, g, x, mask_w) if need_w else None
+    grad_x = _grad_input(call, g, saved, ctx.x_shape) if need_x else None
+    grad_w = _grad_weight(call, g, saved, ctx.x_shape) if need_w else None
     if call.fault is not None and grad_w is not None:
         grad_w = call.fault.grad_weight(grad_w)
+    if call.shadow is not None and call.report is not None:
+        true, high = _matrix(came), Saved(*kept)
+        if grad_x is not None:
+            call.report("grad_input", grad_x, _grad_input(call.shadow, true, high, ctx.x_shape))
+        if grad_w is not None:
+            call.report("grad_weight", grad_w, _grad_weight(call.shadow, true, high, ctx.x_shape))
     return grad_x, grad_w, g.sum(0) if need_b else None
 
 
-def _grad_input(ctx: Any, g: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-    call: Call = ctx.call
+def _grad_input(call: Call, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
+    weight = saved.weight
+    assert weight is not None
     if call.path.grad_input is None:
-        return (g @ weight).reshape(ctx.x_shape)
+        return (g @ weight).reshape(x_shape)
     left, _ = prepare(call, "grad_input", "grad_output", g)
-    if ctx.chained:
+    if _chained(call):
         weight, _ = prepare(call, "grad_input", "weight", weight)
     out = _mm(left, weight)
-    if ctx.chained:
-        out = _unchain(call, out, mask, ctx.x_shape[-1])
-    return _finish(call, "grad_input", out).reshape(ctx.x_shape)
+    if _chained(call):
+        out = _unchain(call, out, saved.mask_x, x_shape[-1])
+    return _finish(call, "grad_input", out).reshape(x_shape)
 
 
-def _grad_weight(ctx: Any, g: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-    call: Call = ctx.call
+def _grad_weight(call: Call, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
+    x = saved.x
+    assert x is not None
     if call.path.grad_weight is None:
         return g.t() @ _matrix(x)
     left, _ = prepare(call, "grad_weight", "grad_output", g)
-    if ctx.chained:
+    if _chained(call):
         x, _ = prepare(call, "grad_weight", "input", x)
     out = _mm(left.t(), x)
-    if ctx.chained:
-        out = _unchain(call, out, mask, ctx.x_shape[-1])
+    if _chained(call):
+        out = _unchain(call, out, saved.mask_w, x_shape[-1])
     return _finish(call, "grad_weight", out)
 
 

@@ -14,9 +14,12 @@ change only between optimizer steps; delayed scales and random numbers are then 
 
 A plain path is exactly `F.linear(x, self.weight, self.bias)`: same kernel, same bits, same autocast. Any other
 path does to its inputs what autocast would do, then runs `SwitchedGemms` with autocast off.
+
+Where a module carries a `watch`, its low path also computes what the high path would have given for the same operands
+and reports how far apart they are. That costs the linear once more and changes no number of the run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,9 +29,9 @@ from trimtab.control.units import Switch, in_backward
 from trimtab.errors import TrimtabError
 from trimtab.linear.emulated import SwitchedGemms
 from trimtab.linear.paths import Recipe
-from trimtab.linear.state import Call, Fault, PathState
+from trimtab.linear.state import Call, Fault, PathState, Watch
 
-__all__ = ["Fault", "SwitchLinear", "load_path_state", "path_state", "switch_linears"]
+__all__ = ["Fault", "SwitchLinear", "Watch", "load_path_state", "path_state", "switch_linears"]
 
 
 class SwitchLinear(nn.Linear):
@@ -41,6 +44,8 @@ class SwitchLinear(nn.Linear):
     memory: PathState
     fault: Fault | None
     """Damages the low path on purpose (see `Fault`); None costs nothing."""
+    watch: Watch | None
+    """Is told how far the low path is from the high one in training (see `Watch`); None costs nothing."""
     _last: Call | None
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -49,11 +54,11 @@ class SwitchLinear(nn.Linear):
     def attach(self, switch: Switch, recipe: Recipe, fqn: str) -> None:
         """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
         self.switch, self.recipe, self.fqn = switch, recipe, fqn
-        self.memory, self.fault, self._last = PathState(recipe), None, None
+        self.memory, self.fault, self.watch, self._last = PathState(recipe), None, None, None
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
-        for attribute in ("switch", "recipe", "fqn", "memory", "fault", "_last"):
+        for attribute in ("switch", "recipe", "fqn", "memory", "fault", "watch", "_last"):
             del self.__dict__[attribute]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,6 +92,9 @@ class SwitchLinear(nn.Linear):
         if path.random:
             call.draw = self.memory.draws
             self.memory.draws += self.training  # an evaluation must not move the training's random numbers
+        if self.watch is not None and self.training and not high:
+            call.shadow = Call(self.recipe.high, self.memory, self.fqn, draw=call.draw, amaxes=call.amaxes)
+            call.report = _reporter(self, self.watch)
         self._last = call
         return call
 
@@ -103,7 +111,22 @@ class SwitchLinear(nn.Linear):
         return f"{super().extra_repr()}, unit={self.switch.name!r}, low={recipe.low.name}, high={recipe.high.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}  # a copy or a pickle starts outside any backward
+        return {**self.__dict__, "_last": None, "watch": None}  # a copy starts outside any backward, and unwatched
+
+
+def _reporter(module: SwitchLinear, watch: Watch) -> Callable[[str, Tensor, Tensor], None]:
+    """Tell a watch of each role, the forward once: activation checkpointing runs it a second time."""
+    told: list[str] = []
+
+    @torch.no_grad()
+    def report(role: str, low: Tensor, high: Tensor) -> None:
+        if role == "output" and role in told:
+            return
+        told.append(role)
+        high = high.float()
+        getattr(watch, role)(module, (low.float() - high).square().sum(), high.square().sum())
+
+    return report
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -5,8 +5,8 @@
 It is outside `state_dict()`, so that a converted model saves like a plain one, and has its own (`path_state`).
 
 `Call` lives for one forward, its backward, and any recompute of it: the path that was chosen, the fault, the
-number of the draw and the amax values in use. A recompute gets the same `Call` again, so it repeats the forward
-bit for bit even if the switch or the history has moved on.
+number of the draw, the amax values in use, and who watches. A recompute gets the same `Call` again, so it repeats
+the forward bit for bit even if the switch or the history has moved on.
 
 Delayed scaling (Transformer Engine's rule, history 1024, margin 0):
 
@@ -52,6 +52,25 @@ class Fault(Protocol):
 
     def amax(self, operand: str, amax: Tensor) -> Tensor:
         """Replace an amax (of "input", "weight" or "grad_output") before it becomes a scale."""
+        ...
+
+
+class Watch(Protocol):
+    """Somebody who wants to know how far the low path is from the high one; the high path never reports.
+
+    Each number is a scalar on the module's device: nobody waits for it. A recompute is not reported again.
+    """
+
+    def output(self, module: Any, error_sq: Tensor, reference_sq: Tensor) -> None:
+        """Of one forward: |low - high|^2 and |high|^2 of the result, a fault on the low path included."""
+        ...
+
+    def grad_input(self, module: Any, error_sq: Tensor, reference_sq: Tensor) -> None:
+        """The same of the gradient that is passed on; the reference starts from the gradient as it came in."""
+        ...
+
+    def grad_weight(self, module: Any, error_sq: Tensor, reference_sq: Tensor) -> None:
+        """The same of the weight's gradient."""
         ...
 
 
@@ -125,6 +144,10 @@ class Call:
     draw: int = 0
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same."""
+    shadow: "Call | None" = None
+    """The same forward on the high path, where somebody watches; it shares the amaxes and changes no state."""
+    report: Callable[[str, Tensor, Tensor], None] | None = None
+    """Takes (role, low result, high result) of a watched call."""
 
     def observe(self, operand: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         """Look up the amax that a delayed cast of x uses and feed the history; once per call and operand.

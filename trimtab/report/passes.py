@@ -17,6 +17,7 @@ Why a unit ran high, in the order in which one cause hides another:
 A run that only observed executed nothing. Its passes then show what *would* have run, and say so.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -25,9 +26,13 @@ from numpy.typing import NDArray
 
 from trimtab.control.advance import State, Verdict, advance
 from trimtab.control.decide import Choice
+from trimtab.control.detectors import GNMR, Detector, detector_of
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.values import Risk
+from trimtab.errors import TrimtabError
 from trimtab.report.read import Trace
+
+log = logging.getLogger(__name__)
 
 CAUSES = ("", "other", "warmup", "locked", "jump", "ratio", "nonfinite")
 """Names of the causes by their code; a larger code hides a smaller one when passes are pooled."""
@@ -60,6 +65,7 @@ class Rules(NamedTuple):
     recoverable: Bools  # (U,) all units where none has a high path: a run that only watches
     acted: bool
     """Whether the trace's executed sets are shown, or what would have run."""
+    detector: Detector = GNMR
 
 
 class Passes(NamedTuple):
@@ -80,16 +86,34 @@ def rules_of(header: Trace, *, acted: bool) -> Rules:
     policy = Policy.from_dict(header.policy)
     if not acted:  # a run that only observes never asks for a batch to be run again
         policy = policy.replace(replay_step=None)
-    return Rules(policy, Limits(header.max_high, header.warmup_steps), recoverable, acted)
+    return Rules(policy, Limits(header.max_high, header.warmup_steps), recoverable, acted, _detector(header))
+
+
+def _detector(header: Trace) -> Detector:
+    """The detector of a run, as far as it is known here: somebody's own is judged by GNMR, and that is said."""
+    try:
+        return detector_of(header.detector)
+    except TrimtabError:
+        log.warning("detector %r is not one of trimtab's: risks are shown as gnmr sees them", header.detector["name"])
+        return GNMR
 
 
 def replayed(rules: Rules, blocks: Iterable[Trace]) -> Iterator[tuple[Trace, Verdict]]:
     """Judge a trace block by block."""
-    state = State.fresh(rules.recoverable, rules.policy, rules.limits)
+    state = State.fresh(rules.recoverable, rules.policy, rules.limits, rules.detector)
     for first, block in enumerate(blocks):
         if first == 0 and len(block):  # a recording that starts in the middle keeps its step numbers
             state = state._replace(step=max(int(block.steps[0]) - 1, 0))
-        verdict, state = advance(state, block.norms, block.seen, rules.recoverable, rules.policy, rules.limits)
+        verdict, state = advance(
+            state,
+            block.norms,
+            block.seen,
+            rules.recoverable,
+            rules.policy,
+            rules.limits,
+            rules.detector,
+            block.columns,
+        )
         yield block, verdict
 
 
@@ -107,7 +131,7 @@ def passes(rules: Rules, pairs: Iterable[tuple[Trace, Verdict]]) -> Iterator[Pas
     last_code = np.zeros((1, num_units), np.uint8)
     last_denied = np.zeros((1, num_units), bool)
     last_ran = last_denied
-    last_chosen = State.fresh(rules.recoverable, rules.policy, rules.limits).ledger.high[None]
+    last_chosen = State.fresh(rules.recoverable, rules.policy, rules.limits, rules.detector).ledger.high[None]
     for block, verdict in pairs:
         if not len(block):
             continue

@@ -11,7 +11,8 @@ is whole. Anything else that is wrong is not a torn tail but another file, and r
     scan_trace(path)      how many rows, and whether anything ever ran high
 
 A `Trace` holds `norms` with NaN where a unit had no gradient; `seen` tells that apart from a norm that
-really was NaN. `high` is the set executed in that step. A step may occur twice: a pass that was run again.
+really was NaN. `high` is the set executed in that step, `columns` what other sensors measured, NaN where they did
+not. A step may occur twice: a pass that was run again.
 No torch here, and pyarrow only when a trace is read.
 """
 
@@ -46,6 +47,10 @@ class Trace:
     max_high: int = 0
     warmup_steps: int = 0
     total_steps: int | None = None
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each (T, U)
+    """What was measured besides the norms, by name."""
+    detector: Mapping[str, Any] = field(default_factory=lambda: {"name": "gnmr"})
+    """What the run was judged by: `trimtab.control.detectors.detector_of` builds it."""
     dropped_bytes: int = 0
     """Length of the torn tail, 0 for a trace that ends where a batch ends."""
 
@@ -113,13 +118,7 @@ def read_trace(path: str | Path) -> Trace:
     rows = [block for block in blocks if len(block)]
     if not rows:
         return blocks[-1]
-    return replace(
-        blocks[-1],
-        steps=np.concatenate([block.steps for block in rows]),
-        norms=np.concatenate([block.norms for block in rows]),
-        seen=np.concatenate([block.seen for block in rows]),
-        high=np.concatenate([block.high for block in rows]),
-    )
+    return replace(_join(rows), dropped_bytes=blocks[-1].dropped_bytes)
 
 
 def iter_trace(path: str | Path, rows: int = 4096) -> Iterator[Trace]:
@@ -155,13 +154,14 @@ def scan_trace(path: str | Path) -> Scan:
 def _join(blocks: list[Trace]) -> Trace:
     if len(blocks) == 1:
         return blocks[0]
-    columns = {name: np.concatenate([getattr(b, name) for b in blocks]) for name in ("steps", "norms", "seen", "high")}
-    return replace(blocks[0], **columns)
+    rows = {name: np.concatenate([getattr(b, name) for b in blocks]) for name in ("steps", "norms", "seen", "high")}
+    columns = {name: np.concatenate([b.columns[name] for b in blocks]) for name in blocks[0].columns}
+    return replace(blocks[0], **rows, columns=columns)
 
 
 def _slice(trace: Trace, start: int, stop: int) -> Trace:
-    columns = {name: getattr(trace, name)[start:stop] for name in ("steps", "norms", "seen", "high")}
-    return replace(trace, **columns)
+    rows = {name: getattr(trace, name)[start:stop] for name in ("steps", "norms", "seen", "high")}
+    return replace(trace, **rows, columns={name: column[start:stop] for name, column in trace.columns.items()})
 
 
 def _batches(path: Path) -> Iterator[Trace]:
@@ -231,10 +231,13 @@ def _header(pa: Any, schema: Any, path: Path) -> Trace:
             max_high=int(told["max_high"]),
             warmup_steps=int(told["warmup_steps"]),
             total_steps=None if told["total_steps"] is None else int(told["total_steps"]),
+            columns={str(name): np.zeros((0, len(units)), np.float32) for name in told.get("columns", ())},
+            detector=dict(told.get("detector", {"name": "gnmr"})),
         )
     except (KeyError, TypeError, json.JSONDecodeError):
         raise TrimtabError(f"{path} is not a trimtab trace: its schema does not carry our metadata") from None
     wanted = {"step": pa.int64(), "norms": pa.list_(pa.float32(), len(units)), "high": pa.list_(pa.bool_(), len(units))}
+    wanted |= {name: pa.list_(pa.float32(), len(units)) for name in header.columns}
     for name, kind in wanted.items():
         found = schema.field(name).type if name in schema.names else "absent"
         if found != kind:
@@ -251,7 +254,10 @@ def _columns(batch: Any, header: Trace) -> Trace:
     seen = norms.is_valid().to_numpy(zero_copy_only=False).reshape(shape)
     values = norms.to_numpy(zero_copy_only=False).reshape(shape)  # a null becomes NaN
     high = batch.column("high").flatten().to_numpy(zero_copy_only=False).reshape(shape)
-    return replace(header, steps=batch.column("step").to_numpy(), norms=values, seen=seen, high=high)
+    columns = {
+        name: batch.column(name).flatten().to_numpy(zero_copy_only=False).reshape(shape) for name in header.columns
+    }
+    return replace(header, steps=batch.column("step").to_numpy(), norms=values, seen=seen, high=high, columns=columns)
 
 
 def _read_info(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listeners: sensors that hear every forward or every gradient of a step as it passes.
+
+A model keeps its hooks longer than a controller that was replaced, so hooks hold their sensor weakly and go with it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.control.sensors import Base, together
+from trimtab.control.units import Unit, in_backward
+from trimtab.errors import TrimtabError
+
+
+class GradientSNR(Base):
+    """Column `gsnr`: sum of (mean g)^2 over sum of Var g of a unit's parameters, over the step's micro-batches.
+
+    The ratio of the sums, not the mean of the ratios: with two micro-batches a single ratio has no finite mean.
+    """
+
+    column = "gsnr"
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._passes: dict[int, int] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Listen to every gradient that enters the accumulation."""
+        super().attach(units)
+        parameters = {id(p): p for unit in units for p in unit.parameters}
+        self._handles = [p.register_hook(_listen(self, key)) for key, p in parameters.items()]
+        _removed_with(self, self._handles)
+
+    @torch.no_grad()
+    def take(self, key: int, grad: Tensor) -> None:
+        """Add one micro-batch's gradient of one parameter."""
+        grad = grad.detach().float()
+        if key in self._sums:
+            self._sums[key][0].add_(grad)
+            self._sums[key][1].addcmul_(grad, grad)
+        else:
+            self._sums[key] = grad.clone(), grad.square()
+        self._passes[key] = self._passes.get(key, 0) + 1
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Close the step."""
+        if self._passes and max(self._passes.values()) < 2:
+            raise TrimtabError(
+                "the gradient's signal-to-noise ratio needs at least 2 backward passes per step, got 1: accumulate "
+                "over micro-batches (in the lab: accumulate=2), or choose another detector"
+            )
+        found = [self._of(unit) for unit in self.units]
+        self._sums, self._passes = {}, {}
+        return together(found)
+
+    def _of(self, unit: Unit) -> Tensor:
+        signal, noise = [], []
+        for key in map(id, unit.parameters):
+            times = self._passes.get(key, 0)
+            if times > 1:
+                mean = self._sums[key][0] / times
+                signal.append(mean.square().sum())
+                noise.append((self._sums[key][1] / times - mean.square()).clamp_min(0).sum() * (times / (times - 1)))
+        if not signal:
+            return torch.tensor(torch.nan)
+        ratio = torch.stack(signal).sum() / torch.stack(noise).sum()
+        return ratio.nan_to_num(nan=torch.inf)
+
+    def detach(self) -> None:
+        """Stop listening."""
+        _remove(self._handles)
+
+
+class OutputGain(Base):
+    """Column `output`: the gain of a unit's linears, size of the output over size of the input.
+
+        gain = (mean sqrt|y|)^2 / sqrt(mean x^2)
+
+    What happens upstream scales both and cancels: the gain moves where the fault is. The mean of roots is a size like
+    the RMS, but one that zeroed features move four times as far (a quarter of them: to 0.56 instead of 0.87), and
+    that no outlier governs. A unit of several modules has the geometric mean of theirs.
+    """
+
+    column = "output"
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Hook the forward of every module of a unit."""
+        super().attach(units)
+        if not any(unit.modules for unit in units):
+            raise TrimtabError("an output is that of a module, and these units name none: use units of find_units")
+        modules = {id(m): m for unit in units for m in unit.modules}
+        self._handles = [m.register_forward_hook(_listen_forward(self, key)) for key, m in modules.items()]
+        _removed_with(self, self._handles)
+
+    @torch.no_grad()
+    def take(self, key: int, x: Tensor, y: Tensor) -> None:
+        """Add one forward of one module."""
+        into = torch.linalg.vector_norm(x.detach(), dtype=torch.float32).square() / max(x.numel(), 1)
+        out = y.detach().abs().sqrt().mean(dtype=torch.float32)
+        before = self._sums.get(key)
+        self._sums[key] = (into, out, 1) if before is None else (before[0] + into, before[1] + out, before[2] + 1)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Close the step."""
+        found = []
+        for unit in self.units:
+            sums = [self._sums[key] for key in map(id, unit.modules) if key in self._sums]
+            if not sums:
+                found.append(torch.tensor(torch.nan))
+                continue
+            into = torch.stack([x / times for x, _, times in sums])
+            out = torch.stack([y / times for _, y, times in sums])
+            gain = (2 * out.log() - into.log() / 2).mean().exp()
+            found.append(torch.where(torch.isfinite(into).all(), gain.nan_to_num(nan=torch.inf), torch.nan))
+        self._sums = {}
+        return together(found)
+
+    def detach(self) -> None:
+        """Unhook."""
+        _remove(self._handles)
+
+
+def _listen(sensor: GradientSNR, key: int) -> Callable[[Tensor], None]:
+    alive = weakref.ref(sensor)
+
+    def hook(grad: Tensor) -> None:
+        if (found := alive()) is not None:
+            found.take(key, grad)
+
+    return hook
+
+
+def _listen_forward(sensor: OutputGain, key: int) -> Callable[[nn.Module, Any, Any], None]:
+    alive = weakref.ref(sensor)
+
+    def hook(module: nn.Module, args: Any, y: Any) -> None:
+        found = alive()
+        if found is not None and module.training and not in_backward() and isinstance(y, Tensor) and args:
+            found.take(key, args[0], y)
+
+    return hook
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _removed_with(sensor: object, handles: list[Any]) -> None:
+    weakref.finalize(sensor, _remove, handles)
