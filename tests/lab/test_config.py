@@ -45,6 +45,14 @@ IMPOSSIBLE = [
     ("checkpointing", "maybe"),
     ("unit", 4),
     ("unit", ["ok", 4]),
+    ("split", 0),
+    ("detector", ""),
+    ("selection", "random"),
+    ("guard", "skip"),
+    ("fixed_high", 3),
+    ("fixed_high", "middle"),
+    ("fixed_high", ["ok", 4]),
+    ("bad_data", 200),
 ]
 
 
@@ -91,6 +99,15 @@ def test_policy_settings_are_checked_too() -> None:
     assert "alpha must be a positive number, got -1" in refusal(policy={"alpha": -1})
     assert "'stead'" in refusal(policy={"preset": "stead"})
     assert "policy must be a table" in refusal(policy=3)
+
+
+def test_the_detector_is_checked_too() -> None:
+    assert "unknown detector 'zscor': did you mean 'zscore'?" in refusal(detector="zscor")
+    assert "detector zscore does not have all of these options: sigma" in refusal(
+        detector="zscore", detector_options={"sigma": 4}
+    )
+    assert "detector_options must be a table" in refusal(detector_options=3)
+    assert Config(detector="zscore", detector_options={"sigmas": 4.0, "full": True}).detector == "zscore"
 
 
 def test_a_preset_is_the_start_for_the_rest_of_the_policy() -> None:

@@ -4,9 +4,9 @@
     trimtab train --config run.toml --set lr=2e-3 --set policy.alpha=2
 
 A file (TOML or YAML) holds the same keys as the command line; the policy's own are `policy.alpha` there and a
-`[policy]` table in a file, with `policy.preset` as the starting point for the rest; the options of the optimizer and of
-the gradient transform are tables alike. Values on the command line are read as TOML would read them, and as plain text
-where that fails, so `recipe=fp8` needs no quotes. Some files come with trimtab: `--config osp`.
+`[policy]` table in a file, with `policy.preset` as the starting point for the rest; the options of the optimizer, the
+gradient transform, the detector and the guard are tables alike. Values on the command line are read as TOML would read
+them, and as plain text where that fails, so `recipe=fp8` needs no quotes. Some files come with trimtab: `--config osp`.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checks import is_number, is_whole, meant, require
+from trimtab.control.detectors import detector_of
 from trimtab.control.policy import Policy
 from trimtab.errors import TrimtabError, missing_extra
 
@@ -28,9 +29,18 @@ CHOICES = {
     "backend": ("auto", "emulated", "real"),
     "norm": ("rmsnorm", "ssnorm"),
     "lr_schedule": ("cosine", "trapezoid"),
+    "selection": ("policy", "round_robin", "top_norm", "oracle"),
+    "guard": ("none", "skip_step", "clip_flagged"),
 }
-TABLES = ("policy", "optimizer_options", "transform_options")
-"""Settings that are tables themselves: `policy.alpha=2` sets one entry."""
+TABLES = {
+    "policy": "alpha=2",
+    "optimizer_options": "density=0.25",
+    "transform_options": "global_norm=true",
+    "detector_options": "full=true",
+    "guard_options": "sigmas=4",
+}
+"""Settings that are tables themselves, each with an example: `policy.alpha=2` sets one entry."""
+ENDS = "ends"
 SHIPPED = Path(__file__).parent / "configs"
 
 
@@ -66,6 +76,19 @@ class Config:
     """`act`, `observe` or `off`."""
     path: str = "plan"
     """`plan` (the controller decides), or every unit on `high` or on `low`, whatever the plan says."""
+    detector: str = "gnmr"
+    """What a unit's risk is read from: `gnmr`, or another of `trimtab.control.detectors`."""
+    detector_options: Mapping[str, Any] = field(default_factory=dict)
+    """The detector's own settings, such as `detector_options.full=true`: the whole budget in every step."""
+    selection: str = "policy"
+    """Who fills the seats: `policy`, or in every step `round_robin`, `top_norm` or `oracle` (exact recovery gaps)."""
+    fixed_high: Any = None
+    """Units that always run high, beside those chosen: name patterns, or `ends`, NVFP4's first and last blocks."""
+    guard: str = "none"
+    """`skip_step` (no update where loss or norm is an outlier) or `clip_flagged` (nobody runs high; units that would
+    have been chosen are clipped to their own mean norm)."""
+    guard_options: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of `skip_step`: `sigmas`, `window`, `warmup`."""
     optimizer: str = "adamw"
     """`adamw`, `sgd`, `spam`, `stable_spam`, or `osp` (Muon for matrices, AdamW for the rest)."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +112,8 @@ class Config:
     """Tokens per sequence; None means the model's longest."""
     accumulate: int = 1
     """Micro-batches per optimizer step."""
+    split: int = 1
+    """Parts into which each micro-batch is cut, one backward each: the same data, for detectors that need several."""
     clip: float | None = None
     """Largest total gradient norm; None does not clip."""
     dtype: str = "fp32"
@@ -103,6 +128,8 @@ class Config:
     """Steps between checkpoints; 0 writes one at the end only."""
     faults: Any = ""
     """Fault windows, such as `blocks.1.mlp.down:grad_scale:start=200,width=20,size=64`; several with `;`."""
+    bad_data: str | None = None
+    """Steps whose batches are random tokens, such as `start=200,width=20`; several with `;`."""
     seed: int = 0
     device: str = "auto"
     threads: int = 0
@@ -113,7 +140,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, valid in CHOICES.items():
             require(getattr(self, name) in valid, f"{name} must be one of {', '.join(valid)}", getattr(self, name))
-        for name in ("steps", "batch", "accumulate", "eval_batches", "top_k"):
+        for name in ("steps", "batch", "accumulate", "split", "eval_batches", "top_k"):
             require(
                 is_whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
             )
@@ -133,20 +160,50 @@ class Config:
         require(
             self.clip is None or (is_number(self.clip) and self.clip > 0), "clip must be positive, or none", self.clip
         )
+        require(self.batch % self.split == 0, f"split must divide the batch of {self.batch}", self.split)
         require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
-        for name in ("model", "data", "recipe", "optimizer", "transform", "device"):
+        for name in ("model", "data", "recipe", "optimizer", "transform", "detector", "device"):
             value = getattr(self, name)
             require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
-        for name in ("roles", "tokenizer"):
+        for name in ("roles", "tokenizer", "bad_data"):
             value = getattr(self, name)
             require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
         for name in ("checkpointing", "embproj"):
             require(isinstance(getattr(self, name), bool), f"{name} must be true or false", getattr(self, name))
         patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
         require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
+        many = isinstance(self.fixed_high, list | tuple) and all(isinstance(p, str) for p in self.fixed_high)
+        fine = many or self.fixed_high in (None, ENDS)
+        require(fine, f"fixed_high must be a list of patterns, {ENDS!r}, or none", self.fixed_high)
         if self.recipe == "none" and self.mode == "act":
             raise TrimtabError("mode=act needs something to switch, and recipe=none converts nothing: set mode=observe")
-        self.build_policy()
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        """Refuse settings that would have no effect beside the others."""
+        detector_of(self.detector, **self.detector_options)
+        acting = self.mode == "act" and self.path == "plan"
+        for name, asked in {"selection": self.selection != "policy", "fixed_high": bool(self.fixed_high)}.items():
+            if asked and not acting:
+                raise TrimtabError(
+                    f"{name} needs a plan that is carried out, got mode={self.mode} and path={self.path}: "
+                    "set mode=act and path=plan"
+                )
+        if self.selection == "oracle" and self.fixed_high:
+            raise TrimtabError(f"the oracle fills all seats, got fixed_high={self.fixed_high}: leave one of them out")
+        if self.guard_options and self.guard != "skip_step":
+            raise TrimtabError(f"guard_options are those of skip_step, got guard={self.guard}: set guard=skip_step")
+        policy = self.build_policy()
+        if self.guard == "clip_flagged":
+            wrong = {"mode": self.mode if self.mode == "off" else None, "replay_step": policy.replay_step}
+            wrong |= {"detector": None if self.detector == "gnmr" else self.detector}
+            wrong |= {"selection": None if self.selection == "policy" else self.selection}
+            for name, value in wrong.items():
+                if value is not None:
+                    raise TrimtabError(
+                        f"clip_flagged clips whom the policy's own rule flags, to the mean norm of gnmr, once a step, "
+                        f"got {name}={value}: leave it out"
+                    )
 
     def build_policy(self) -> Policy:
         """The policy these settings describe."""
@@ -169,7 +226,7 @@ class Config:
         for key in values:
             if key not in known:
                 raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")
-        words = {key: "none" for key in ("recipe", "transform") if values.get(key, "") is None}
+        words = {key: "none" for key in ("recipe", "transform", "guard") if values.get(key, "") is None}
         for name in TABLES:
             _table(values, name)
         return cls(**{**values, **words})
@@ -248,8 +305,7 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The settings of one table."""
     table = settings.get(name, {})
     if not isinstance(table, Mapping):
-        example = {"policy": "alpha=2", "optimizer_options": "density=0.25", "transform_options": "global_norm=true"}
-        raise TrimtabError(f"{name} must be a table of settings such as {name}.{example[name]}, got {table!r}")
+        raise TrimtabError(f"{name} must be a table of settings such as {name}.{TABLES[name]}, got {table!r}")
     return table
 
 

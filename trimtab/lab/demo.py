@@ -20,13 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.control.record import TRACE
-from trimtab.control.selections import RandomUnits
+from trimtab.lab import arms
 from trimtab.lab.run import Watcher
 from trimtab.lab.train import Result, train
-from trimtab.report.read import read_run, read_trace
+from trimtab.report.read import read_run
 
-ARMS = ("high", "low", "control", "random")
+ARMS = {
+    "high": arms.ARMS["high"],
+    "low": arms.ARMS["low"],
+    "control": arms.ARMS["gnmr"],
+    "random": arms.random_like("control"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,23 +73,12 @@ def run_demo(
 ) -> Outcome:
     """Train the four arms into folders below `out`, each watched by what `watch` gives for its name."""
     results: dict[str, Result] = {}
-    for arm in ARMS:
-        chosen, selection = dict(settings), None
-        if arm in ("high", "low"):
-            chosen |= {"mode": "observe", "path": arm}
-        if arm == "random":
-            chosen["policy"] = {**settings.get("policy", {}), "replay_step": None}  # it has nothing to run again for
-            selection = _random_like(results["control"].folder, seed=int(settings.get("seed", 0)))
-        with watch(arm) as watcher:
-            results[arm] = train(chosen, out / arm, force=force, watcher=watcher, selection=selection)
+    for name, arm in ARMS.items():
+        done = {earlier: result.folder for earlier, result in results.items()}
+        selection = arm.selection(done, int(settings.get("seed", 0)))
+        with watch(name) as watcher:
+            results[name] = train(arm.over(settings), out / name, force=force, watcher=watcher, selection=selection)
     return _compare(results)
-
-
-def _random_like(folder: Path, *, seed: int) -> RandomUnits:
-    """Random units, as many in each step as a run had high in it (in its last pass, where it ran a batch again)."""
-    trace = read_trace(folder / TRACE)
-    last = np.flatnonzero(np.append(trace.steps[1:] != trace.steps[:-1], True))
-    return RandomUnits(trace.high[last].sum(axis=1).tolist(), trace.recoverable, seed=seed)
 
 
 def _compare(results: dict[str, Result]) -> Outcome:

@@ -101,7 +101,7 @@ class Update:
         if config.optimizer not in OPTIMIZERS:
             raise TrimtabError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
         build, signature = OPTIMIZERS[config.optimizer]
-        options = _options("optimizer_options", signature, config.optimizer_options, ("lr", "weight_decay"))
+        options = checked_options("optimizer_options", signature, config.optimizer_options, ("lr", "weight_decay"))
         self.optimizers = build(model, lr=config.lr, weight_decay=config.weight_decay, **options)
         self.transform = _transform(model, config)
         for group in self.param_groups:
@@ -155,10 +155,10 @@ def _transform(model: nn.Module, config: Config) -> Transform | None:
         return None
     if name not in TRANSFORMS:
         raise TrimtabError(f"transform must be one of none, {', '.join(TRANSFORMS)}, got {name!r}")
-    return TRANSFORMS[name](model.parameters(), **_options("transform_options", TRANSFORMS[name], options))
+    return TRANSFORMS[name](model.parameters(), **checked_options("transform_options", TRANSFORMS[name], options))
 
 
-def _options(
+def checked_options(
     table: str, signature: Callable[..., Any], given: Mapping[str, Any], elsewhere: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The entries of a table as keyword arguments; an unknown one raises and names the nearest."""

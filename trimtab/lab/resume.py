@@ -61,7 +61,7 @@ def comparable(config: Config) -> dict[str, Any]:
     """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
     settings = {key: value for key, value in config.to_dict().items() if key not in ("steps", "faults", "policy")}
     settings |= {f"policy.{key}": value for key, value in config.build_policy().to_dict().items()}
-    for table in ("optimizer_options", "transform_options"):
+    for table in (name for name in TABLES if name != "policy"):
         settings |= {f"{table}.{key}": value for key, value in settings.pop(table).items()}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 

@@ -5,6 +5,7 @@
     for each micro-batch: loss.backward()
     plan = controller.step()             norms, decision, switch; a bad step's gradients are gone
     (plan.rerun: the same batch again)
+    guard.step_(loss)                    a guard, if any, may drop or clip the gradients
     controller.clip_grad_norm_(clip)     the same norms
     update.step(schedule(step))          a gradient transform, if any, then the optimizers
 
@@ -19,21 +20,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from trimtab.control import act
 from trimtab.control.act import running
 from trimtab.control.controller import Controller
 from trimtab.control.record import CHECKPOINTS, Recorder
-from trimtab.control.selections import Selection
+from trimtab.control.selections import Fixed, Selection
+from trimtab.control.units import find_units
 from trimtab.control.values import Event, Plan
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
-from trimtab.lab.data import Sampler, eval_batches, load_corpus
+from trimtab.lab.data import eval_batches, load_corpus
 from trimtab.lab.faults import Faults, Windows, parse_faults
+from trimtab.lab.guards import ClipFlagged, build_guard
 from trimtab.lab.model import Decoder, ModelConfig
+from trimtab.lab.noise import Spoiled, parse_bad_data
 from trimtab.lab.optimizers import Update, schedule
 from trimtab.lab.resume import changed, comparable
+from trimtab.lab.seats import Oracle, build_selection
 from trimtab.linear.account import describe_saved
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, path_state
@@ -91,7 +100,7 @@ class Run:
     recorder: Recorder
 
     def __init__(self, config: Config, watcher: Watcher, selection: Selection | None = None) -> None:
-        self.config, self.watcher, self.selection = config, watcher, selection
+        self.config, self.watcher = config, watcher
         self.corpus = load_corpus(config.data, tokenizer=config.tokenizer)
         self.device = _device(config.device)
         if config.threads or config.model == "micro":
@@ -100,10 +109,19 @@ class Run:
         self.model = build_model(config, self.corpus.vocab_size).to(self.device)
         self.report = None if config.recipe == "none" else _convert(self.model, config)
         self.seq = self.model.config.max_seq
-        self.sampler = Sampler(self.corpus.train, batch=config.batch, seq=self.seq, seed=config.seed)
+        shape: dict[str, Any] = {"batch": config.batch, "seq": self.seq, "seed": config.seed}
+        bad = parse_bad_data(config.bad_data)
+        self.sampler = Spoiled(self.corpus.train, **shape, vocab_size=self.corpus.vocab_size, bad=bad)
         eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
         self.update = Update(self.model, config)
         self.faults = self._bind(config.faults)
+        units = find_units(self.model, None if self.report is not None else config.unit)
+        self.guard = build_guard(self.model, config, units)
+        if isinstance(self.guard, ClipFlagged):
+            if selection is not None:
+                raise TrimtabError("guard=clip_flagged lets nobody run high, and a selection chooses: give one of them")
+            selection = self.guard
+        self.selection = build_selection(config, units, selection, self._norms)
         self.step, self.last_step = 0, config.steps
         self.tokens_per_step = config.batch * config.accumulate * self.seq
         self.controller = self._control(None)  # refuses what it cannot control before a folder is touched
@@ -126,7 +144,10 @@ class Run:
     def record(self, recorder: Recorder) -> None:
         """Take a run folder, and start the controller."""
         self.recorder = recorder
+        self.controller.detach()
         self.controller = self._control(recorder)
+        if isinstance(self.selection, Fixed):  # from the first step on; a resumed run loads its plan over this
+            act.apply(self.controller.units, self.controller.plan.mask | self.selection.mask)
 
     def _control(self, recorder: Recorder | None) -> Controller:
         return Controller(
@@ -138,7 +159,13 @@ class Run:
             on_event=self.watcher.happened,
             units=None if self.report is not None else self.config.unit,
             selection=self.selection,
+            detector={**self.config.detector_options, "name": self.config.detector},
         )
+
+    def _norms(self) -> NDArray[np.float32]:
+        """The norms that the controller is judging."""
+        assert self.controller.reading is not None
+        return self.controller.reading.norm
 
     def train_step(self) -> StepInfo:
         """One optimizer step, run again once where the controller asks for it."""
@@ -148,29 +175,39 @@ class Run:
         while True:
             if self.faults is not None:
                 self.faults.at(self.step)
+            if isinstance(self.selection, Oracle):
+                act.apply(self.controller.units, self.selection.choose(self.model, self._batches()))
             with running(self.model, config.path):
                 loss = self._backward()
             plan = self.controller.step()
             if not plan.rerun:
                 break
+        told = {} if self.guard is None else self.guard.step_(loss)
         if config.clip is not None and not plan.nonfinite:
             self.controller.clip_grad_norm_(config.clip)
         self.update.step(share)
         self.update.zero_grad()
         speed = self.tokens_per_step / max(time.perf_counter() - started, 1e-9)
         cost = round(1000 * self.controller.seconds, 4)
-        self.recorder.log(self.step, loss=loss, lr=config.lr * share, tokens_per_s=round(speed, 1), controller_ms=cost)
+        told |= {"tokens_per_s": round(speed, 1), "controller_ms": cost}
+        self.recorder.log(self.step, loss=loss, lr=config.lr * share, **told)
         return StepInfo(self.step, loss, config.lr * share, speed, plan)
 
     def _backward(self) -> float:
         """Accumulate the gradient of the mean loss over the micro-batches; returns that loss."""
         total = torch.zeros((), device=self.device)
-        for micro in range(self.config.accumulate):
-            inputs, targets = self.sampler.batch_at(self.step, micro)
-            loss = self.model(inputs.to(self.device), targets.to(self.device)).loss / self.config.accumulate
+        batches = self._batches()
+        for inputs, targets in batches:
+            loss = self.model(inputs, targets).loss / len(batches)
             loss.backward()
             total += loss.detach()
         return total.item()
+
+    def _batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of the present step, cut into parts of equal size."""
+        found = (self.sampler.batch_at(self.step, micro) for micro in range(self.config.accumulate))
+        parts = self.config.split
+        return [part for x, y in found for part in zip(*(t.to(self.device).chunk(parts) for t in (x, y)), strict=True)]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -210,6 +247,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.update.state_dict(),
             "controller": self.controller.state_dict(),
+            "guard": None if self.guard is None else self.guard.state_dict(),
             "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
             "faults": None if self.faults is None else self.faults.state_dict(),
             "rng": torch.get_rng_state(),
@@ -244,6 +282,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.update.load_state_dict(state["optimizer"])
         self.controller.load_state_dict(state["controller"])
+        if self.guard is not None:
+            self.guard.load_state_dict(state["guard"])
         load_path_state(self.model, state["paths"])
         if self.faults is not None:
             self.faults.load_state_dict(state["faults"])
