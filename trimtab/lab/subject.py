@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is diagnosed: a model from a folder, converted, with batches of somebody's text.
+
+    a run folder of `trimtab train`    its last checkpoint; the batches are those of its next steps, on the text given
+    one of its checkpoints, a .pt      that one
+    a Hugging Face folder              a causal language model in FP32; tokens by its tokenizer.json, or bytes where it
+                                       has none and a vocabulary of 256 (what `trimtab.lab.export` writes)
+
+Everything is read, nothing is written. A recipe that remembers (delayed scales, random draws) goes on from what the
+run's checkpoint remembers, if the run had that recipe.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trimtab.control.record import CHECKPOINTS, RUN
+from trimtab.errors import NoEffectWarning, TrimtabError, missing_extra
+from trimtab.lab import checkpoint
+from trimtab.lab.config import Config
+from trimtab.lab.data import Corpus, Sampler, load_corpus
+from trimtab.lab.diagnose import model_loss
+from trimtab.lab.evaluate import load_model
+from trimtab.lab.probing import LossFn
+from trimtab.linear.convert import ConvertReport, convert_
+from trimtab.linear.linear import load_path_state, switch_linears
+
+HF_BATCH, HF_SEQ = 4, 256
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A converted model in training mode, batches on its device, and the loss that takes both."""
+
+    model: nn.Module
+    batches: list[tuple[Tensor, Tensor]]
+    loss_fn: LossFn
+    name: str
+    step: int | None
+    """The step of a run's checkpoint; None for other models."""
+    data: str
+    """Name of the text."""
+    report: ConvertReport
+
+
+def load_subject(
+    path: str | Path,
+    data: str | Path,
+    *,
+    recipe: str = "fp8",
+    unit: str | Sequence[str] = "linear",
+    batches: int = 8,
+    batch: int | None = None,
+    seq: int | None = None,
+    device: str | torch.device | None = None,
+) -> Subject:
+    """Read a model and some text; see this file's docstring.
+
+    Args:
+        batch: sequences per batch; None means the run's own, 4 for other models.
+        seq: tokens per sequence; None means the run's own, 256 for other models.
+        device: None means a GPU if there is one.
+    """
+    path = Path(path)
+    if path.is_file() or (path / RUN).is_file():
+        file, state = _checkpoint(path)
+        config = Config.from_dict(state["config"])
+        if config.model == "micro":
+            torch.set_num_threads(1)  # its operators are too small to share, see Config.threads
+        corpus = load_corpus(data, tokenizer=config.tokenizer)
+        model, loss_fn, step = load_model(config, corpus.vocab_size, file, state), model_loss, int(state["step"])
+        batch, seq, seed = batch or config.batch, seq or model.config.max_seq, config.seed
+    elif (path / "config.json").is_file():
+        model = _hugging_face(path)
+        corpus = _corpus(path, data, int(model.config.vocab_size))  # type: ignore[union-attr]
+        loss_fn, step, state, config = logits_loss, None, None, None
+        batch, seq, seed = batch or HF_BATCH, seq or HF_SEQ, 0
+    else:
+        raise TrimtabError(
+            f"a diagnosis needs a run folder of trimtab train ({RUN}), one of its checkpoints, or a Hugging Face "
+            f"folder (config.json), got {str(path)!r}: there is neither"
+        )
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).train()
+    report = _convert(model, recipe, unit)
+    if state is not None and config is not None and config.recipe == recipe and config.roles is None:
+        names = [linear.fqn for linear in switch_linears(model)]
+        if set(names) <= set(state["paths"]):
+            load_path_state(model, {name: state["paths"][name] for name in names})
+    where = next(model.parameters()).device
+    sampler = Sampler(corpus.train, batch=batch, seq=seq, seed=seed)
+    taken = [sampler.batch_at((step or 0) + 1 + number) for number in range(batches)]
+    moved = [(inputs.to(where), targets.to(where)) for inputs, targets in taken]
+    return Subject(model, moved, loss_fn, path.resolve().name, step, corpus.name, report)
+
+
+def logits_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The next-token loss of a Hugging Face model: targets are shifted already, so its own loss would shift twice."""
+    inputs, targets = batch
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that a file is, or the last one of a run."""
+    if path.is_dir():
+        found = checkpoint.latest(path / CHECKPOINTS)
+        if found is None:
+            raise TrimtabError(
+                f"{path} has no checkpoint yet: let the run reach its first one, or continue it with "
+                f"trimtab train --resume --out {path}"
+            )
+        return found
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
+        raise TrimtabError(
+            f"a checkpoint is a .pt file of trimtab train, got {str(path)!r}: {' '.join(str(error).split())[:120]}"
+        ) from None
+    if not isinstance(state, dict) or not {"step", "model", "config", "paths"} <= set(state):
+        raise TrimtabError(f"a checkpoint is a .pt file of trimtab train, got {str(path)!r}: it lacks its settings")
+    return path, state
+
+
+def _hugging_face(path: Path) -> nn.Module:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise missing_extra("transformers", "hf", "A Hugging Face folder") from None
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise TrimtabError(
+            f"a Hugging Face folder must hold a causal language model, {str(path)!r} cannot be read: {reason}"
+        ) from None
+
+
+def _corpus(path: Path, data: str | Path, vocab_size: int) -> Corpus:
+    tokenizer = path / "tokenizer.json"
+    if not tokenizer.is_file() and vocab_size != 256:
+        raise TrimtabError(
+            f"a model with {vocab_size:,} tokens needs its tokenizer, and {tokenizer} does not exist: put it there"
+        )
+    corpus = load_corpus(data, tokenizer=tokenizer if tokenizer.is_file() else None)
+    if corpus.vocab_size > vocab_size:
+        raise TrimtabError(
+            f"the model knows {vocab_size:,} tokens and {tokenizer} has {corpus.vocab_size:,}: give the model's own"
+        )
+    return corpus
+
+
+def _convert(model: nn.Module, recipe: str, unit: str | Sequence[str]) -> ConvertReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        try:
+            return convert_(model, recipe, unit=unit, backend="emulated")
+        except NoEffectWarning:
+            raise TrimtabError(
+                f"unit must match at least one linear of the model, got {unit!r}, which matches none: "
+                'use "linear", "block", "expert", or patterns over paths such as "*.down*"'
+            ) from None
