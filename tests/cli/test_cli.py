@@ -26,7 +26,7 @@ from trimtab.control.replay import replay
 from trimtab.lab.config import Config, load_settings
 from trimtab.report.read import read_trace
 
-VERBS = ("train", "evaluate", "demo", "report", "replay", "env")
+VERBS = ("train", "bench", "diagnose", "evaluate", "demo", "report", "replay", "env")
 
 
 class Answer(NamedTuple):
@@ -412,5 +412,5 @@ def test_help_replay_report_and_refusals_load_no_torch(run: Path, tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     codes = re.findall(r"^code (\w+)$", done.stdout, re.M)
-    assert codes == ["2", *["0"] * 7, "None", "None", "2", "None", "2"]
+    assert codes == ["2", *["0"] * 9, "None", "None", "2", "None", "2"]
     assert "--resume" in done.stdout

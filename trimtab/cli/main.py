@@ -6,6 +6,8 @@
     trimtab report    one HTML page about a run
     trimtab replay    what another policy would have decided on a run's norms
     trimtab evaluate  the held-out loss of a run's model, and what is left of it in few bits
+    trimtab bench     arms against each other over seeds: a suite, a table, a page
+    trimtab diagnose  which units low precision hurts, without training
     trimtab env       versions, machine, resolved settings
 
 Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted. Nothing heavy is imported before a
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def _app(typer):
-    from trimtab.cli import demo, env, evaluate, replay, report, train
+    from trimtab.cli import bench, demo, diagnose, env, evaluate, replay, report, train
 
     app = typer.Typer(
         name="trimtab",
@@ -62,7 +64,7 @@ def _app(typer):
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for verb in (train, demo, report, replay, evaluate, env):
+    for verb in (train, demo, report, replay, evaluate, bench, diagnose, env):
         app.command(name=verb.__name__.rsplit(".", 1)[1])(verb.run)
     return app
 

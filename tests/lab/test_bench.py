@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench: paired runs in one folder, run once, and numbers that the folders give back."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trimtab.errors import NonFiniteError, TrimtabError
+from trimtab.lab import bench
+from trimtab.lab.arms import ARMS
+from trimtab.lab.bench import Outcome, Task, arms_of, run_bench, run_task, tasks
+from trimtab.lab.gather import curve, rate_curve, rival_of, sweeps
+from trimtab.lab.suites import SUITES, Cell, Suite
+from trimtab.report.read import read_run, read_trace
+
+FAULTS = "blocks.1.mlp.up:grad_scale:start=10,width=4,size=64; blocks.0.attn.v:grad_scale:start=20,width=4,size=64"
+CORE = ("high", "low", "gnmr", "random")
+
+
+@pytest.fixture(name="suite", scope="module")
+def _suite(small: dict[str, Any]) -> Suite:
+    settings = {**small, "steps": 8, "checkpoint_every": 0}
+    cells = (Cell("one"), Cell("two", {"lr": 0.002}, variants={"shy": ("gnmr", {"policy": {"max_high": 1}})}))
+    return Suite("small", "two cells", settings, CORE, cells)
+
+
+@pytest.fixture(name="smoke", scope="module")
+def _smoke(tmp_path_factory: pytest.TempPathFactory, small: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+    """The smoke suite, smaller: a micro model, 30 steps, two seeds."""
+    out = tmp_path_factory.mktemp("bench") / "out"
+    given = {**small, "steps": 30, "checkpoint_every": 0, "faults": FAULTS}
+    return run_bench(SUITES["smoke"], out, seeds=(0, 1), given=given, command=["trimtab", "bench", "smoke"]), out
+
+
+def folders(out: Path) -> dict[tuple[str, int], Path]:
+    return {(path.parent.name, int(path.name)): path for path in out.glob("grad_scale/*/*")}
+
+
+def test_a_smaller_smoke_leaves_one_folder_of_runs_a_file_and_a_page(smoke: tuple[dict[str, Any], Path]) -> None:
+    result, out = smoke
+    assert set(folders(out)) == {(arm, seed) for arm in CORE for seed in (0, 1)}
+    assert json.loads((out / "bench.json").read_text(encoding="utf-8")) == result
+    assert "gnmr" in (out / "report.html").read_text(encoding="utf-8")
+    assert result["command"] == ["trimtab", "bench", "smoke"]
+    assert result["seeds"] == [0, 1]
+    assert result["versions"]["torch"]
+    assert result["hardware"]["device"] == "cpu"
+    assert list(result["cells"][0]["arms"]) == list(CORE)
+
+
+def test_arms_of_a_seed_are_paired_and_random_has_controls_own_counts(smoke: tuple[dict[str, Any], Path]) -> None:
+    found = folders(smoke[1])
+    for seed in (0, 1):
+        first = {read_run(found[arm, seed]).column("loss")[1][0] for arm in ("low", "gnmr", "random")}
+        assert len(first) == 1  # same weights, same batch, all low in the first step
+        gnmr, random = (read_trace(found[arm, seed] / "trace.arrow") for arm in ("gnmr", "random"))
+        assert random.high.sum(axis=1).tolist() == gnmr.high.sum(axis=1).tolist()
+        assert (random.high != gnmr.high).any()
+        assert len({json.dumps(read_run(found[arm, seed]).config["faults"]) for arm in CORE}) == 1
+    assert read_run(found["low", 0]).column("loss")[1][0] != read_run(found["low", 1]).column("loss")[1][0]
+
+
+def test_the_stated_numbers_are_those_of_the_folders(smoke: tuple[dict[str, Any], Path]) -> None:
+    result, out = smoke
+    cell, found = result["cells"][0], folders(out)
+    loss = {key: read_run(path).column("eval_loss_high")[1][-1] for key, path in found.items()}
+    gaps = [(loss["low", s] - loss["gnmr", s]) / (loss["low", s] - loss["high", s]) for s in (0, 1)]
+    gnmr = cell["arms"]["gnmr"]
+    assert gnmr["stats"]["gap"]["mean"] == pytest.approx(np.mean(gaps))
+    assert gnmr["stats"]["eval_high"]["mean"] == pytest.approx(np.mean([loss["gnmr", 0], loss["gnmr", 1]]))
+    assert gnmr["vs_low"]["mean"] == pytest.approx(np.mean([loss["gnmr", s] - loss["low", s] for s in (0, 1)]))
+    assert gnmr["vs_random"]["mean"] == pytest.approx(np.mean([loss["gnmr", s] - loss["random", s] for s in (0, 1)]))
+    assert cell["damage"]["mean"] == pytest.approx(np.mean([loss["low", s] - loss["high", s] for s in (0, 1)]))
+    pooled = 1 - (loss["gnmr", 0] + loss["gnmr", 1] - loss["high", 0] - loss["high", 1]) / sum(
+        loss["low", s] - loss["high", s] for s in (0, 1)
+    )
+    assert gnmr["gap_pooled"] == pytest.approx(pooled)
+    assert [cell["arms"][end]["stats"]["gap"]["mean"] for end in ("high", "low")] == [1.0, 0.0]
+    assert [cell["arms"][arm]["random"] for arm in CORE] == [None, None, "random", None]
+    assert cell["windows"] == [[10, 14], [20, 24]]
+
+
+def test_what_triggers_is_scored_as_a_trigger_and_random_units_are_not(smoke: tuple[dict[str, Any], Path]) -> None:
+    arms = smoke[0]["cells"][0]["arms"]
+    for name in ("false_alarms_per_1k", "denied"):
+        assert arms["gnmr"]["stats"][name]["n"] == 2
+        assert arms["random"]["stats"][name]["n"] == 0
+    for name in ("promotion_ratio", "detected", "blocked", "top1", "ms_per_step", "extra_bytes_mean"):
+        assert arms["gnmr"]["stats"][name]["n"] == arms["random"]["stats"][name]["n"] == 2
+    assert arms["random"]["stats"]["promotion_ratio"] == arms["gnmr"]["stats"]["promotion_ratio"]
+
+
+@pytest.fixture(name="counted")
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were trained into, in order."""
+    calls: list[str] = []
+    real = bench.run_arm
+
+    def counting(arm: Any, settings: Any, out: Path, **rest: Any) -> Any:
+        calls.append("/".join(out.parts[-3:]))
+        return real(arm, settings, out, **rest)
+
+    monkeypatch.setattr(bench, "run_arm", counting)
+    return calls
+
+
+def test_an_interrupted_bench_goes_on_and_trains_nothing_twice(
+    suite: Suite, tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(number: int, total: int, task: Task, outcome: Outcome) -> None:
+        if number == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(suite, tmp_path, seeds=(0,), told=stop)
+    assert len(counted) == 5
+    seen: list[bool] = []
+    result = run_bench(suite, tmp_path, seeds=(0,), told=lambda n, total, task, outcome: seen.append(outcome.before))
+    assert seen == [True] * 5 + [False] * 4  # four arms, and five of the second cell
+    assert len(counted) == len(set(counted)) == 9
+    again = run_bench(suite, tmp_path, seeds=(0,))
+    assert len(counted) == 9
+    assert again["cells"] == result["cells"]
+    run_bench(suite, tmp_path, seeds=(0, 1), arms=("low",))
+    assert sorted(counted[9:]) == sorted(f"{cell}/{arm}/1" for cell in ("one", "two") for arm in ("high", "low"))
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(suite: Suite, tmp_path: Path) -> None:
+    todo = tasks(suite, tmp_path, seeds=(0,), given={})
+    run_task(todo[0])
+    other = tasks(suite, tmp_path, seeds=(0,), given={"lr": 0.1, "policy": {"alpha": 9}})
+    with pytest.raises(TrimtabError, match=r"other settings \(lr, policy\): give another --out"):
+        run_task(other[0])
+
+
+def test_the_order_puts_ends_first_and_each_arm_after_what_it_needs(suite: Suite, tmp_path: Path) -> None:
+    one, two = suite.cells
+    assert [arm.name for arm in arms_of(suite, one, ["random-steady"])] == ["high", "low", "steady", "random-steady"]
+    assert [arm.name for arm in arms_of(suite, two, None)] == [*CORE, "shy"]
+    assert [arm.name for arm in arms_of(suite, one, ["shy"])] == ["high", "low"]  # a variant of the other cell
+    found = tasks(suite, tmp_path, seeds=(0,), given={})
+    for task in found:
+        assert task.arm.after is None or task.done[task.arm.after] == task.folder.parent.parent / task.arm.after / "0"
+    shy = next(task for task in found if task.arm.name == "shy")
+    assert shy.arm.over(shy.settings)["policy"] == {**suite.settings["policy"], "max_high": 1}
+    assert shy.folder == tmp_path / "two" / "shy" / "0"
+    with pytest.raises(TrimtabError, match="did you mean 'gnmr-replay'"):
+        tasks(suite, tmp_path, seeds=(0,), arms=["gnmr-reply"], given={})
+
+
+def test_a_run_that_dies_is_a_result_and_is_not_run_again(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = bench.run_arm
+
+    def dying(arm: Any, settings: Any, out: Path, **rest: Any) -> Any:
+        calls.append(arm.name)
+        result = real(arm, settings, out, **rest)
+        if arm.name == "low" and settings["seed"] == 1:
+            raise NonFiniteError("the gradient was not finite for 10 steps in a row")
+        return result
+
+    monkeypatch.setattr(bench, "run_arm", dying)
+    only = suite.only(["one"])
+    result = run_bench(only, tmp_path, seeds=(0, 1), arms=("gnmr",))
+    low = result["cells"][0]["arms"]["low"]
+    assert low["died"] == [1]
+    assert low["stats"]["eval_high"]["n"] == 1
+    assert result["cells"][0]["arms"]["gnmr"]["stats"]["gap"]["n"] == 1
+    run_bench(only, tmp_path, seeds=(0, 1), arms=("gnmr",))
+    assert len(calls) == 6
+
+
+def test_weights_that_stop_being_finite_are_such_a_death(suite: Suite, tmp_path: Path) -> None:
+    given = {"faults": "blocks.1.mlp.up:nan:start=3,width=2"}
+    result = run_bench(suite.only(["one"]), tmp_path, seeds=(0,), arms=("gnmr",), given=given)
+    arms = result["cells"][0]["arms"]
+    assert {name: arm["died"] for name, arm in arms.items()} == {"high": [], "low": [0], "gnmr": []}
+    assert arms["low"]["stats"]["eval_high"]["n"] == 0
+    assert arms["gnmr"]["stats"]["nonfinite"]["mean"] > 0
+
+
+def test_an_error_that_is_no_death_stops_the_bench(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise TrimtabError("the disk is full")
+
+    monkeypatch.setattr(bench, "run_arm", broken)
+    with pytest.raises(TrimtabError, match="disk is full"):
+        run_bench(suite, tmp_path, seeds=(0,))
+
+
+def test_processes_give_the_numbers_that_one_gives(suite: Suite, tmp_path: Path) -> None:
+    only = suite.only(["one"])
+    results = [
+        run_bench(only, tmp_path / str(jobs), seeds=(0,), arms=("random",), jobs=jobs)["cells"][0] for jobs in (1, 2)
+    ]
+    for arm in CORE:
+        for name in ("eval_high", "eval_low", "promotion_ratio", "gap"):
+            assert results[0]["arms"][arm]["stats"][name] == results[1]["arms"][arm]["stats"][name]
+    assert results[0]["curves"] == results[1]["curves"]
+
+
+def test_only_random_units_at_an_arms_own_counts_are_its_rival() -> None:
+    after = {name: ARMS[name].after for name in ("gnmr", "random", "steady", "random-steady", "gap", "high")}
+    assert [rival_of(name, after) for name in ("gnmr", "steady", "gap", "high", "random")] == [
+        "random",
+        "random-steady",
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_curve_is_the_mean_over_seeds_and_breaks_where_a_loss_does(
+    tmp_path: Path, make_metrics: Callable[[str, list[float | None]], Path]
+) -> None:
+    found = curve([make_metrics("a", [1.0, 2.0, 3.0]), make_metrics("b", [3.0, 6.0]), make_metrics("c", [2.0, None])])
+    assert found["x"] == [1.0, 2.0, 3.0]
+    assert found["y"] == [2.0, None, 3.0]
+    assert (found["low"][0], found["high"][0]) == (1.0, 3.0)
+
+
+@pytest.fixture(name="make_metrics")
+def _make_metrics(tmp_path: Path) -> Callable[[str, list[float | None]], Path]:
+    def make(name: str, losses: list[float | None]) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [json.dumps({"step": i, "loss": loss}) for i, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return folder
+
+    return make
+
+
+def test_the_largest_stable_rate_is_the_last_before_the_loss_rises_or_a_run_dies() -> None:
+    rates, starts = [1e-3, 2e-3, 4e-3, 8e-3], [5.0] * 4
+    slow = rate_curve(rates, [2.0, 1.0, 1.05, 1.3], [0, 0, 0, 0], starts)
+    assert slow["largest_stable"] == 4e-3  # 2.0 at the smallest rate is slow, not unstable
+    assert slow["sensitivity"] == pytest.approx((1.0 + 0.0 + 0.05 + 0.3) / 4)
+    dead = rate_curve(rates, [2.0, 1.0, 1.0, None], [0, 0, 1, 3], starts)
+    assert dead["largest_stable"] == 2e-3  # one seed of the third rate died
+    assert dead["sensitivity"] == pytest.approx((1.0 + 0.0 + 4.0 + 4.0) / 4)
+    nothing = {"largest_stable": None, "sensitivity": None}
+    assert rate_curve([1e-3], [None], [2], [None]) == nothing
+    assert rate_curve([1e3], [5.54], [0], [5.55]) == nothing  # alive, and as good as untrained
+
+
+def test_a_sweep_is_the_cells_of_one_line_in_order() -> None:
+    def cell(name: str, group: str, rate: float, loss: float) -> dict[str, Any]:
+        stats = {"eval_high": {"mean": loss, "half": 0.1}, "gap": {"mean": None, "half": None}}
+        return {
+            "name": name,
+            "group": group,
+            "axis": ["lr", rate],
+            "arms": {"low": {"stats": stats, "died": []}},
+            "curves": {"low": {"y": [5.0]}},
+        }
+
+    found = sweeps([cell("b", "g", 2.0, 1.0), cell("a", "g", 1.0, 1.5), cell("c", "h", 1.0, 9.0)])
+    assert [(row["group"], row["x"], row["eval_high"]) for row in found] == [
+        ("g", [1.0, 2.0], [1.5, 1.0]),
+        ("h", [1.0], [9.0]),
+    ]
+    assert found[0]["largest_stable"] == 2.0

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench: every cell of a suite, every arm, every seed; one folder of runs, one table, one page.
+
+    DIR/<cell>/<arm>/<seed>/     a run folder as any other (`trimtab report`, `trimtab replay` read it), and done.json
+    DIR/bench.json               everything: settings, seeds, versions, each run's scores, means with intervals
+    DIR/report.html              the same to look at, offline
+
+    tasks(...)        what is to be run, in order: cell, seed, arm; an arm comes after the one it is measured by
+    run_task(...)     one run, unless its done.json says that it was run before
+    run_bench(...)    both, then what `gather` makes of the folders
+
+Arms of one seed share weights, data order and faults, so they are compared seed by seed (`intervals`). `high` and
+`low` are always run: every gap is the one between them. A run whose gradients or weights stop being finite has *died*:
+that is a result, it is kept, and its losses are missing from the means, which say how many runs they are over.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.control.record import RUN
+from trimtab.errors import TrimtabError
+from trimtab.lab.arms import Arm, find_arm, run_arm
+from trimtab.lab.config import Config
+from trimtab.lab.run import Silent, Watcher
+from trimtab.lab.suites import Cell, Suite, merged
+
+DONE = "done.json"
+ENDS = ("high", "low")
+"""The arms between which every gap lies."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of the bench."""
+
+    cell: str
+    arm: Arm
+    seed: int
+    settings: Mapping[str, Any]
+    """What every arm of this cell and seed trains with; the arm's own come on top."""
+    folder: Path
+    done: Mapping[str, Path]
+    """The runs of this cell and seed that come before it, by arm."""
+
+    @property
+    def name(self) -> str:
+        """How the task is called in a line of progress."""
+        return f"{self.cell} {self.arm.name} {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a task ended."""
+
+    seconds: float
+    died: str | None = None
+    """Why the run could not be finished, if it could not."""
+    peak_bytes: int | None = None
+    """Peak memory of the device, on CUDA."""
+    before: bool = False
+    """It had been run by an earlier call."""
+
+
+Watch = Callable[[Task], AbstractContextManager[Watcher]]
+Told = Callable[[int, int, Task, Outcome], None]
+
+
+def tasks(
+    suite: Suite, out: Path, *, seeds: Sequence[int], arms: Sequence[str] | None = None, given: Mapping[str, Any]
+) -> list[Task]:
+    """Everything that is to be run, checked, in an order in which each run finds those it needs."""
+    found = []
+    for cell in suite.cells:
+        wanted = arms_of(suite, cell, arms)
+        for seed in seeds:
+            settings = suite.settings_of(cell, seed, given)
+            for arm in wanted:
+                Config.from_dict(arm.over(settings))
+            folders = {arm.name: out / _safe(cell.name) / _safe(arm.name) / str(seed) for arm in wanted}
+            for place, arm in enumerate(wanted):
+                earlier = {other.name: folders[other.name] for other in wanted[:place]}
+                found.append(Task(cell.name, arm, seed, settings, folders[arm.name], earlier))
+    return found
+
+
+def arms_of(suite: Suite, cell: Cell, asked: Sequence[str] | None) -> list[Arm]:
+    """The arms of a cell: those asked for or the suite's own, `high` and `low`, and whatever they come after."""
+    elsewhere = {name for other in suite.cells for name in other.variants} - set(cell.variants)
+    ordered: dict[str, Arm] = {}
+
+    def add(name: str) -> None:
+        arm = _variant(cell, name) if name in cell.variants else find_arm(name)
+        if name not in ordered:
+            if arm.after is not None:
+                add(arm.after)
+            ordered[name] = arm
+
+    for name in (*ENDS, *(suite.arms_of(cell) if asked is None else asked)):
+        if name not in elsewhere:
+            add(name)
+    return list(ordered.values())
+
+
+def _variant(cell: Cell, name: str) -> Arm:
+    base, changes = cell.variants[name]
+    arm = find_arm(base)
+    return dataclasses.replace(arm, name=name, what=f"{arm.what}: {name}", settings=merged(arm.settings, changes))
+
+
+def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
+    """Run a task, or find that it was run before."""
+    path, settings = task.folder / DONE, json.loads(json.dumps(task.arm.over(task.settings)))
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["settings"] != settings:
+            changed = sorted(
+                k for k in {**found["settings"], **settings} if found["settings"].get(k) != settings.get(k)
+            )
+            raise TrimtabError(
+                f"{task.folder} was run with other settings ({', '.join(changed)}): give another --out, or remove it"
+            )
+        return Outcome(found["seconds"], found["died"], found["peak_bytes"], before=True)
+    on_cuda = torch.cuda.is_available() and task.settings.get("device", "auto") != "cpu"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started, died = time.perf_counter(), None
+    try:
+        run_arm(task.arm, dict(task.settings), task.folder, done=task.done, watcher=watcher)
+    except TrimtabError as error:
+        if "not finite" not in str(error) or not (task.folder / RUN).is_file():
+            raise
+        died = str(error)
+    peak = torch.cuda.max_memory_allocated() if on_cuda else None
+    outcome = Outcome(round(time.perf_counter() - started, 2), died, peak)
+    said = {"settings": settings, "seconds": outcome.seconds, "died": died, "peak_bytes": peak}
+    path.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    return outcome
+
+
+def run_bench(
+    suite: Suite,
+    out: str | Path,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    arms: Sequence[str] | None = None,
+    given: Mapping[str, Any] | None = None,
+    jobs: int = 1,
+    command: Sequence[str] = (),
+    watch: Watch = lambda task: nullcontext(Silent()),
+    told: Told = lambda number, total, task, outcome: None,
+) -> dict[str, Any]:
+    """Run a suite into a folder, write bench.json and report.html there, and return what bench.json holds.
+
+    Args:
+        given: settings for every run, as `trimtab train` takes them; they win over the suite's.
+        jobs: processes; each takes all arms of a cell and a seed.
+        watch: gives somebody who looks on while a task runs (in this process only).
+        told: called after each task with its number, their total, the task and how it ended.
+    """
+    from trimtab.lab.gather import gather  # reads folders, which is not needed to run
+    from trimtab.report.bench import write_bench_page
+
+    out, given = Path(out), dict(given or {})
+    todo = tasks(suite, out, seeds=seeds, arms=arms, given=given)
+    ended = _parallel(todo, jobs) if jobs > 1 else _sequential(todo, watch)
+    for number, (task, outcome) in enumerate(ended, 1):
+        told(number, len(todo), task, outcome)
+    result = gather(suite, todo, command=command, given=given)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.json").write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
+    write_bench_page(result, out / "report.html")
+    return result
+
+
+def _sequential(todo: Sequence[Task], watch: Watch) -> Iterator[tuple[Task, Outcome]]:
+    for task in todo:
+        with watch(task) as watcher:
+            outcome = run_task(task, watcher)
+        yield task, outcome
+
+
+def _parallel(todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Outcome]]:
+    """The arms of a cell and a seed in order in one process, several such chains at once."""
+    chains: dict[tuple[str, int], list[Task]] = {}
+    for task in todo:
+        chains.setdefault((task.cell, task.seed), []).append(task)
+    context = multiprocessing.get_context("spawn")  # a forked process would share torch's threads
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = {pool.submit(run_chain, chain): chain for chain in chains.values()}
+        for future in as_completed(running):
+            yield from zip(running[future], future.result(), strict=True)
+
+
+def run_chain(chain: Sequence[Task]) -> list[Outcome]:
+    """Run tasks one after the other, with one thread."""
+    torch.set_num_threads(1)
+    return [run_task(task) for task in chain]
+
+
+def _safe(name: str) -> str:
+    """A name as that of a folder."""
+    return re.sub(r"[^\w.+=-]+", "_", name).strip("._") or "_"
