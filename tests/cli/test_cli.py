@@ -3,7 +3,6 @@
 is loaded before it is needed. Most cases run `main` in this process; what depends on the process runs in its own."""
 
 import json
-import logging
 import os
 import random
 import re
@@ -12,27 +11,20 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from trimtab.cli.env import to_toml
-from trimtab.cli.main import main
 from trimtab.control.policy import Policy
 from trimtab.control.replay import replay
 from trimtab.lab.config import Config, load_settings
 from trimtab.report.read import read_trace
 
 VERBS = ("train", "bench", "diagnose", "evaluate", "demo", "report", "replay", "env")
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,25 +46,6 @@ def tiny(text: Path) -> list[str]:
     return [part for pair in pairs for part in ("--set", pair)]
 
 
-@pytest.fixture
-def trimtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Call `trimtab ARGS` in this process."""
-    logger, noisy = logging.getLogger("trimtab"), logging.getLogger("trimtab.control.controller")
-    handlers, level = list(logger.handlers), noisy.level
-
-    def call(*args: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capsys.readouterr())
-
-    yield call
-    logger.handlers[:] = handlers
-    noisy.setLevel(level)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
     """A finished run, made by the command line in a process of its own, and what it printed beside it."""
@@ -89,7 +62,7 @@ def process(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
-def refused(answer: Answer, *words: str, code: int = 2) -> None:
+def refused(answer: Any, *words: str, code: int = 2) -> None:
     assert answer.code == code, answer
     assert answer.err.startswith("error: ")
     assert answer.err.count("\n") == 1, answer.err
@@ -267,7 +240,7 @@ def test_no_verb_shows_the_help(trimtab: Any) -> None:
 
 def test_a_process_of_its_own_fails_in_one_line_too(tmp_path: Path) -> None:
     done = process("train", "--set", "learning_rat=3", "--out", tmp_path / "run")
-    refused(Answer(done.returncode, done.stdout, done.stderr), "unknown setting 'learning_rat'")
+    refused(SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr), "unknown setting 'learning_rat'")
 
 
 # replay, report, env, demo.

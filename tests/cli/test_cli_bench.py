@@ -2,45 +2,17 @@
 """`trimtab bench`: a table, a file and a page from one command, names nearly right, and one line for errors."""
 
 import json
-import logging
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from trimtab.cli.main import main
 from trimtab.lab import bench
 from trimtab.lab.arms import ARMS
 from trimtab.lab.suites import SUITES
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def trimtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Call `trimtab ARGS` in this process."""
-    logger, noisy = logging.getLogger("trimtab"), logging.getLogger("trimtab.control.controller")
-    handlers, level = list(logger.handlers), noisy.level
-
-    def call(*args: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capsys.readouterr())
-
-    yield call
-    logger.handlers[:] = handlers
-    noisy.setLevel(level)
 
 
 @pytest.fixture(name="small", scope="module")

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab diagnose`: table and JSON are the library's, the advice works, a page is written only if asked for."""
 
+import functools
 import json
-import logging
 import random
 import re
 import shlex
-import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from trimtab.cli.main import main
 from trimtab.lab.config import load_settings
 from trimtab.lab.diagnose import diagnose
 from trimtab.lab.model import Decoder, ModelConfig
@@ -23,12 +20,6 @@ from trimtab.lab.train import train
 from trimtab.linear import convert_
 
 UNITS = [f"blocks.{end}" for end in ("0.attn.*", "0.mlp.*", "1.attn.*", "1.mlp.gate", "1.mlp.up", "1.mlp.down")]
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,23 +38,9 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(name="call")
-def _call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def _call(trimtab: Any) -> Any:
     """Call `trimtab diagnose ARGS` in this process."""
-    logger, noisy = logging.getLogger("trimtab"), logging.getLogger("trimtab.control.controller")
-    handlers, level = list(logger.handlers), noisy.level
-
-    def call(*args: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["trimtab", "diagnose", *map(str, args)])
-        logger.handlers[:] = handlers
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capsys.readouterr())
-
-    yield call
-    logger.handlers[:] = handlers
-    noisy.setLevel(level)
+    return functools.partial(trimtab, "diagnose")
 
 
 def table(text: str) -> list[list[str]]:

@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab evaluate`: a table that agrees with the library, JSON that agrees with the table, one line for bad input."""
 
+import functools
 import json
-import logging
 import random
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from trimtab.cli.main import main
 from trimtab.lab.evaluate import evaluate_run
 from trimtab.lab.train import train
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,23 +29,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def evaluate(trimtab: Any) -> Any:
     """Call `trimtab evaluate ARGS` in this process."""
-    logger, noisy = logging.getLogger("trimtab"), logging.getLogger("trimtab.control.controller")
-    handlers, level = list(logger.handlers), noisy.level
-
-    def call(*args: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["trimtab", "evaluate", *map(str, args)])
-        logger.handlers[:] = handlers
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capsys.readouterr())
-
-    yield call
-    logger.handlers[:] = handlers
-    noisy.setLevel(level)
+    return functools.partial(trimtab, "evaluate")
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -63,7 +40,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in found}
 
 
-def refused(answer: Answer, *words: str) -> None:
+def refused(answer: Any, *words: str) -> None:
     assert answer.code == 2, answer
     assert answer.out == ""
     assert answer.err.startswith("error: ")
@@ -129,4 +106,4 @@ def test_a_run_without_a_checkpoint_says_what_to_do(evaluate: Any, run: Path, tm
     warning, error = answer.err.splitlines()
     assert warning.startswith("warning: ")
     assert "step_000002.pt cannot be read" in warning
-    refused(Answer(answer.code, answer.out, f"{error}\n"), "none of the 1 checkpoints", "restore one", "--force")
+    refused(answer._replace(err=f"{error}\n"), "none of the 1 checkpoints", "restore one", "--force")

@@ -15,11 +15,10 @@ Names come from somebody's command line, so nothing is trusted: text is escaped,
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import missing_extra
+from trimtab.report.assets import asset, scripts
 from trimtab.report.parts import card, text
 from trimtab.report.verdict import percent, plural
 
@@ -62,9 +61,9 @@ def render_bench(result: Mapping[str, Any]) -> str:
         "numbers": _meanings(result),
         "facts": _facts(result),
         "limits": text(LIMITS),
-        "scripts": _scripts(_data(result)),
+        "scripts": scripts(_data(result), "bench.js"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: html[m.group(1)], _asset("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: html[m.group(1)], asset("template.html"))
 
 
 def table(
@@ -257,23 +256,6 @@ def _data(result: Mapping[str, Any]) -> dict[str, Any]:
         }
         cells.append({key: cell[key] for key in ("name", "curves", "windows", "group", "axis")} | {"arms": stats})
     return {"arms": list(result["arms"]), "cells": cells, "sweeps": result["sweeps"]}
-
-
-def _scripts(data: Mapping[str, Any]) -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise missing_extra("plotly", "report", "Writing a report") from None
-    # Inside a script element only "<" is dangerous ("</script", "<!--"); in JSON it only occurs in strings.
-    inner = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return (
-        f'<script type="application/json" id="data">{inner}</script>\n'
-        f"<script>{get_plotlyjs()}</script>\n<script>{_asset('bench.js')}</script>"
-    )
-
-
-def _asset(name: str) -> str:
-    return (resources.files("trimtab.report") / name).read_text(encoding="utf-8")
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,18 +13,16 @@ Unit names and config values come from somebody's run, so nothing of them is tru
 data sits in a JSON block in which `<` cannot occur, and the page's own content policy forbids it the network.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trimtab.control.record import REPORT, TRACE
-from trimtab.errors import missing_extra
 from trimtab.report import parts
+from trimtab.report.assets import asset, scripts
 from trimtab.report.passes import CAUSES, DecisionsLike, Passes, given, passes, replayed, rules_of
 from trimtab.report.pool import Pool, curve
 from trimtab.report.read import Run, Scan, Trace, iter_trace, read_run, scan_trace
@@ -78,9 +76,9 @@ def render(run: Run, decisions: DecisionsLike | None = None) -> str:
         "numbers": parts.numbers(summary),
         "facts": parts.facts(run, {} if scan is None else scan.header.policy),
         "limits": parts.text(parts.LIMITS),
-        "scripts": _scripts(data),
+        "scripts": scripts(data, "page.js"),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda m: html[m.group(1)], _asset("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: html[m.group(1)], asset("template.html"))
 
 
 def _open(run: Run, decisions: DecisionsLike | None) -> tuple[Scan | None, Callable[[], Iterable[Trace]]]:
@@ -181,20 +179,3 @@ def _notes(run: Run, scan: Scan | None, pool: Pool | None, summary: Summary) -> 
     torn = (scan.header.dropped_bytes if scan is not None else 0) + run.dropped_bytes
     if torn:
         yield f"The last {torn:,} bytes of the record were torn, as after a crash, and are left out."
-
-
-def _scripts(data: Mapping[str, Any]) -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise missing_extra("plotly", "report", "Writing a report") from None
-    # Inside a script element only "<" is dangerous ("</script", "<!--"); in JSON it only occurs in strings.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return (
-        f'<script type="application/json" id="data">{text}</script>\n'
-        f"<script>{get_plotlyjs()}</script>\n<script>{_asset('page.js')}</script>"
-    )
-
-
-def _asset(name: str) -> str:
-    return (resources.files("trimtab.report") / name).read_text(encoding="utf-8")
