@@ -10,6 +10,7 @@ Blocks and experts are read off the dotted path: `model.layers.3.mlp.up` lies in
 import re
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from trimtab.errors import TrimtabError
@@ -67,3 +68,8 @@ def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Mod
         if found:
             return found[-1]
     return None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running on this thread: a forward seen now is activation recompute."""
+    return torch._C._current_graph_task_id() != -1

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.control.sensors import Base, together
-from trimtab.control.units import Unit, in_backward
+from trimtab.control.units import Unit
 from trimtab.errors import TrimtabError
+from trimtab.modules import in_backward
 
 
 class GradientSNR(Base):

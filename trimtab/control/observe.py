@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from trimtab.control.sensors import Sensor
 from trimtab.control.units import Unit
 from trimtab.control.values import Reading
+from trimtab.shards import by_kind
 
 
 class Observer:
@@ -81,8 +82,9 @@ class Observer:
         assert norms is not None
         total = torch.linalg.vector_norm(norms) if len(norms) else torch.zeros(())
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for (device, _), grads in _by_kind(self._gradients()).items():
-            torch._foreach_mul_(grads, scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        grads = self._gradients()
+        for (device, _), kind in by_kind(grads).items():
+            torch._foreach_mul_([grads[i] for i in kind], scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
         self._clipped = True
         self._remember()  # the norms still speak of the gradient before clipping
         return total
@@ -129,24 +131,17 @@ class Observer:
         )
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
-
-
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """FP32 L2 norm of each tensor as one vector, in order; foreach calls, no wait for the device."""
     if not tensors:
         return torch.zeros(0)
     found: dict[int, Tensor] = {}
-    kinds = _by_kind(tensors)
+    kinds = by_kind(tensors)
     for (_, dtype), kind in kinds.items():
         wide = dtype if dtype == torch.float64 else torch.float32  # torch refuses to narrow inside a norm
-        norms = torch._foreach_norm(kind, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch._foreach_norm([tensors[i] for i in kind], 2, wide)  # pyright: ignore[reportPrivateImportUsage]
         if len(kinds) == 1 and wide == torch.float32:
             return torch.stack(norms)
-        found |= {id(tensor): norm for tensor, norm in zip(kind, norms, strict=True)}
+        found |= dict(zip(kind, norms, strict=True))
     place = tensors[0].device
-    return torch.stack([found[id(tensor)].to(place, torch.float32, non_blocking=True) for tensor in tensors])
+    return torch.stack([found[i].to(place, torch.float32, non_blocking=True) for i in range(len(tensors))])

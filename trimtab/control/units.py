@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from trimtab.errors import TrimtabError
@@ -196,8 +195,3 @@ def _signals(model: nn.Module, roots: Sequence[tuple[nn.Module, ...]]) -> list[t
             ancestor = above.get(id(ancestor))
         signals.append(signal)
     return signals
-
-
-def in_backward() -> bool:
-    """Whether a backward pass is running on this thread: a forward seen now is activation recompute."""
-    return torch._C._current_graph_task_id() != -1

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.control.units import Switch, in_backward
+from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.linear.emulated import SwitchedGemms
 from trimtab.linear.paths import Recipe
 from trimtab.linear.state import Call, Fault, PathState, Watch
+from trimtab.modules import in_backward
 
 __all__ = ["Fault", "SwitchLinear", "Watch", "load_path_state", "path_state", "switch_linears"]
 

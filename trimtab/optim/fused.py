@@ -31,8 +31,7 @@ from torch import Tensor
 from trimtab.optim import sparse
 from trimtab.optim.kernels import Coefficients, Work, flat
 from trimtab.optim.launch import BLOCK, blocks, table
-
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from trimtab.optim.scaling import DTYPES
 
 GOLDEN, FIRST, SECOND = (tl.constexpr(word) for word in (sparse.GOLDEN, sparse.FIRST, sparse.SECOND))
 MASK34, MASK37, MASK31 = (tl.constexpr(mask) for mask in (sparse.MASK34, sparse.MASK37, sparse.MASK31))

@@ -4,6 +4,7 @@
 import json
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from trimtab.errors import missing_extra
@@ -26,3 +27,11 @@ def scripts(data: Mapping[str, Any], code: str) -> str:
         f'<script type="application/json" id="data">{inner}</script>\n'
         f"<script>{get_plotlyjs()}</script>\n<script>{asset(code)}</script>"
     )
+
+
+def write(page: str, path: str | Path) -> Path:
+    """Write a page, its folder too if need be, and return its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.report.assets import asset, scripts
+from trimtab.report.assets import asset, scripts, write
 from trimtab.report.parts import card, text
 from trimtab.report.verdict import percent, plural
 
@@ -40,11 +40,7 @@ LIMITS = (
 
 def write_bench_page(result: Mapping[str, Any], path: str | Path) -> Path:
     """Write the page of a bench and return its path."""
-    path = Path(path)
-    page = render_bench(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return write(render_bench(result), path)
 
 
 def render_bench(result: Mapping[str, Any]) -> str:

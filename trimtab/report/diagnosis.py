@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from trimtab.report.assets import write
 from trimtab.report.parts import card, text
 
 MAX_ROWS = 60
@@ -44,11 +45,7 @@ document.getElementById("copy")?.addEventListener("click", async (event) => {
 
 def write_diagnosis(found: Mapping[str, Any], path: str | Path) -> Path:
     """Write the page and return its path."""
-    path = Path(path)
-    page = render_diagnosis(found)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-    return path
+    return write(render_diagnosis(found), path)
 
 
 def render_diagnosis(found: Mapping[str, Any]) -> str:

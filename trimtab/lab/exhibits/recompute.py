@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.control.units import in_backward
 from trimtab.lab.exhibits.case import SMALL, Arm, Exhibit, Quirk, quirks_
 from trimtab.lab.model import Block
 from trimtab.lab.run import Run
@@ -27,6 +26,7 @@ from trimtab.linear.formats import FORMATS
 from trimtab.linear.linear import SwitchLinear, switch_linears
 from trimtab.linear.paths import Path
 from trimtab.linear.state import Call
+from trimtab.modules import in_backward
 
 BATCH = 131_072
 FAITHFUL = Arm("faithful", {"mode": "observe", "path": "low"}, broken=False, note="low, trimtab's own linear")
