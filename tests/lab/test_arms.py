@@ -24,9 +24,9 @@ NOBODY = {"high", "low", "plain", "trigger-clip", "clip", "autoclip", "zclip", "
 NOBODY |= {"stable-spam", "stabilizer"}
 FULL = {"round-robin", "top-norm", *(f"{name}-full" for name in ("gnmr", *DETECTORS))}
 BLOCKS = {"unit": "block", "policy": {"max_high": 1}}  # the oracle measures every unit in every step
-POLICY = {name for name in ARMS if name.startswith(("gnmr", *DETECTORS))} | {"steady", "secondhand"}
+POLICY = {name for name in ARMS if name.startswith(("gnmr", "steady", *DETECTORS))} | {"secondhand"}
 RANDOM = {name for name in ARMS if name.startswith("random")}
-QUIET = {"update", "output"}  # Adam's updates do not spike, nor does a forward under a backward fault
+QUIET = {"update", "output", "output-replay"}  # Adam's updates do not spike, nor does a forward under a backward fault
 
 Ran = Callable[[str], Run]
 

@@ -209,3 +209,15 @@ def test_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file.write_text("3: 4\n")
     with pytest.raises(TrimtabError, match="unknown setting 3"):
         Config.from_dict(load_settings(file))
+
+
+def test_a_recipes_own_options_reach_it_and_wrong_ones_are_named(tmp_path):
+    from trimtab.lab.run import Run, Silent
+
+    settings = {"recipe": "saved4", "recipe_options": {"scope": "forward", "element": "int"}, "device": "cpu"}
+    run = Run(Config.from_dict(settings), Silent())
+    assert run.report is not None and run.report.recipe.low.name == "saved-int4:forward"
+    with pytest.raises(TrimtabError, match="recipe 'fp8' takes no options, got scope"):
+        Run(Config.from_dict({"recipe_options": {"scope": "forward"}, "device": "cpu"}), Silent())
+    with pytest.raises(TrimtabError, match="recipe=none has no options"):
+        Config.from_dict({"recipe": "none", "mode": "observe", "recipe_options": {"scope": "forward"}})

@@ -16,16 +16,50 @@ pytestmark = [
 ]
 
 
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a.view(torch.uint8)[~a.isnan().repeat_interleave(a.element_size(), -1)],
+                       b.view(torch.uint8)[~a.isnan().repeat_interleave(a.element_size(), -1)])  # fmt: skip
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Rows of very different sizes, subnormal ones and one of zeros among them."""
+    powers = (-14, 8) if dtype == torch.float16 else (-146, 100)
+    x = torch.randn(shape) * torch.exp2(torch.randint(*powers, (shape[0], 1)).float())
+    x[1] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pow2_scale", [False, True])
 @pytest.mark.parametrize("group", ["tensor", "token", (1, 128), (128, 128)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_fake_quant_has_the_same_bits_as_on_the_cpu(name, group, pow2_scale):
-    x = torch.randn(300, 1000) * torch.exp2(torch.randint(-140, 100, (300, 1)).float())
-    x[7, 3] = torch.inf
-    on_cpu = fake_quant(x, name, group=group, pow2_scale=pow2_scale)
-    on_gpu = fake_quant(x.cuda(), name, group=group, pow2_scale=pow2_scale).cpu()
-    assert torch.equal(on_cpu.view(torch.int32)[~on_cpu.isnan()], on_gpu.view(torch.int32)[~on_cpu.isnan()])
-    assert torch.equal(on_cpu.isnan(), on_gpu.isnan())
+def test_fake_quant_has_the_same_bits_as_on_the_cpu(name, group, pow2_scale, dtype):
+    x = numbers((300, 1000), dtype)
+    assert_same_bits(*(fake_quant(t, name, group=group, pow2_scale=pow2_scale).cpu() for t in (x, x.cuda())))
+    x[7, 3], x[9, 4] = torch.inf, torch.nan
+    assert_same_bits(*(fake_quant(t, name, group=group, pow2_scale=pow2_scale).cpu() for t in (x, x.cuda())))
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (4, 20_000), (5,), (2, 3, 64)])
+@pytest.mark.parametrize("group", ["tensor", "token"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_given_amax_saturates_alike_on_both(name, group, shape):
+    x = torch.randn(shape)
+    x.view(-1)[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30])
+    for amax in (torch.tensor(0.5), torch.full((*shape[:-1], 1), 0.7) if group == "token" else torch.tensor(0.0)):
+        assert_same_bits(*(fake_quant(t, name, group=group, amax=amax).cpu() for t in (x, x.cuda())))
+
+
+def test_the_fused_cast_takes_one_launch_per_row_scale():
+    pytest.importorskip("triton")
+    x = torch.randn(64, 128, device="cuda")
+    fake_quant(x, "e4m3")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as found:
+        fake_quant(x, "e4m3")
+        torch.cuda.synchronize()
+    kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, [event.name for event in kernels]
 
 
 def test_the_rotation_has_the_same_bits_as_on_the_cpu():

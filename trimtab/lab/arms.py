@@ -58,6 +58,8 @@ class Arm:
         merged = {**settings, **self.settings}
         for table in TABLES:
             merged[table] = {**settings.get(table, {}), **self.settings.get(table, {})}
+        if merged.get("recipe") == "none":
+            merged["recipe_options"] = {}
         own = self.settings.get("policy", {})
         if "preset" in own:
             budget = Config.from_dict({"policy": settings.get("policy", {})}).build_policy().max_high
@@ -164,6 +166,12 @@ def _arms() -> list[Arm]:
         Arm("gnmr-no-jump", f"{own} without the jump term", {**ACT, "policy": {"beta": None}}),
         Arm("gnmr-replay", f"{own}, a batch of extreme risk is run again", {**ACT, "policy": {"replay_step": 10.0}}),
         Arm("steady", "the preset steady: a history without spikes, growing locks", {**ACT, "policy": STEADY}),
+        Arm("steady-replay", "the preset steady, a batch of high risk is run again", {**ACT, "policy": STEADY_REPLAY}),
+        Arm(
+            "output-replay",
+            "the detector output under steady's policy, a batch of high risk is run again",
+            {**ACT, **_detector("output", False), "policy": STEADY_REPLAY},
+        ),
         Arm("secondhand", "not the paper's figures, but those told of it", {**ACT, "policy": SECONDHAND}),
         Arm("gnmr-full", "the largest GNMR risks, the whole budget in every step", {**ACT, **_detector("gnmr", True)}),
     ]
@@ -228,6 +236,7 @@ def _detector(name: str, full: bool) -> dict[str, Any]:
 
 
 STEADY = {"preset": "steady"}
+STEADY_REPLAY = {**STEADY, "replay_step": 3.0}
 SECONDHAND = {"preset": "secondhand", "max_high": 0.01}
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _arms()}

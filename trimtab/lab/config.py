@@ -34,6 +34,7 @@ CHOICES = {
 }
 TABLES = {
     "policy": "alpha=2",
+    "recipe_options": "scope=forward",
     "optimizer_options": "density=0.25",
     "transform_options": "global_norm=true",
     "detector_options": "full=true",
@@ -66,6 +67,8 @@ class Config:
     """A `tokenizers` JSON file; None means bytes."""
     recipe: str = "fp8"
     """What low and high mean; `none` leaves the linears as they are."""
+    recipe_options: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's own settings, such as `recipe_options.scope=forward` for `saved4`."""
     roles: str | None = None
     """Which GEMMs the low path quantizes, comma-separated: output, grad_input, grad_weight; None means its own."""
     unit: Any = "linear"
@@ -175,6 +178,8 @@ class Config:
         many = isinstance(self.fixed_high, list | tuple) and all(isinstance(p, str) for p in self.fixed_high)
         fine = many or self.fixed_high in (None, ENDS)
         require(fine, f"fixed_high must be a list of patterns, {ENDS!r}, or none", self.fixed_high)
+        if self.recipe == "none" and self.recipe_options:
+            raise TrimtabError(f"recipe=none has no options, got {dict(self.recipe_options)}: leave them out")
         if self.recipe == "none" and self.mode == "act":
             raise TrimtabError("mode=act needs something to switch, and recipe=none converts nothing: set mode=observe")
         self._check_choice()

@@ -316,7 +316,7 @@ def build_model(config: Config, vocab_size: int) -> Decoder:
 
 
 def _convert(model: Decoder, config: Config) -> ConvertReport:
-    recipe = Recipe.named(config.recipe)
+    recipe = Recipe.named(config.recipe, **config.recipe_options)
     if config.roles is not None:
         recipe = recipe.only(*(role.strip() for role in config.roles.split(",")))
     with warnings.catch_warnings():

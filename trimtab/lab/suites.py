@@ -229,7 +229,11 @@ SUITES: dict[str, Suite] = {
             "4-bit saved activations with 8 bit as recovery, one projection a unit.",
             BASE | SAVED,
             NOISE_ARMS,
-            (Cell("saved"), Cell("clip", {"clip": 1.0})),
+            (
+                Cell("saved"),
+                Cell("forward", {"recipe_options": {"scope": "forward"}}),
+                Cell("clip", {"clip": 1.0}),
+            ),
             family="A",
         ),
         Suite(

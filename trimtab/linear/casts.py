@@ -7,14 +7,15 @@ scaling, injected faults); the values may then lie beyond the scale, so they sat
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import Cast
-from trimtab.linear.quantize import from_groups, group_amax, scaled_round, spread, to_groups
-from trimtab.linear.scales import amax_scale, shared_scale, std_scale, two_level_scale
+from trimtab.linear.quantize import amax_cast, from_groups, group_amax, scaled_round, spread, to_groups
+from trimtab.linear.scales import shared_scale, std_scale, two_level_scale
 
 
 def apply_cast(
@@ -28,24 +29,20 @@ def apply_cast(
     fmt = FORMATS[cast.fmt]
     if x.numel() == 0:
         return x, torch.ones_like(x, dtype=torch.bool) if cast.scale == "std" else None
+    amax = None if cast.scale == "std" or change_amax is None else change_amax(group_amax(x, cast.group))
+    rounding: dict[str, Any] = {"rounding": cast.rounding, "generator": generator}
+    if cast.scale == "amax":
+        return amax_cast(x, fmt, cast.group, pow2_scale=cast.pow2_scale, amax=amax, **rounding), None
     groups, dims = to_groups(x.float(), cast.group)
     if cast.scale == "std":
         scale = std_scale(groups, dims, fmt)
     else:
-        amax = group_amax(x, cast.group)
-        if change_amax is not None:
-            amax = change_amax(amax)
-        if cast.scale == "amax":
-            scale = amax_scale(amax, fmt, pow2_scale=cast.pow2_scale)
-        elif cast.scale == "shared":
-            scale = shared_scale(amax, fmt, range_factor=cast.range_factor)
-        else:
-            scale = two_level_scale(amax, fmt)
+        found = group_amax(x, cast.group) if amax is None else amax
+        shared = cast.scale == "shared"
+        scale = shared_scale(found, fmt, range_factor=cast.range_factor) if shared else two_level_scale(found, fmt)
         scale = spread(scale, cast.group)
     # A measured amax keeps every value in range; one that came from elsewhere does not.
-    out = scaled_round(
-        groups, scale, fmt, saturate=change_amax is not None, rounding=cast.rounding, generator=generator
-    )
+    out = scaled_round(groups, scale, fmt, saturate=change_amax is not None, **rounding)
     mask = None
     if cast.scale == "std":
         mask = from_groups((groups / scale).abs() < fmt.max, cast.group, x.shape)

@@ -76,7 +76,7 @@ def _finish(call: Call, role: str, y: Tensor) -> Tensor:
 
 
 class _Prepared:
-    """The operands of one forward, each prepared once for all roles that treat it alike."""
+    """The operands of one forward or backward, each prepared once for all roles that treat it alike."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -172,25 +172,26 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
         grad = call.fault.grad_output(grad)
     g = _matrix(grad)
     call.observe("grad_output", g)
-    grad_x = _grad_input(call, g, saved, ctx.x_shape) if need_x else None
-    grad_w = _grad_weight(call, g, saved, ctx.x_shape) if need_w else None
+    prepared = _Prepared(call)
+    grad_x = _grad_input(prepared, g, saved, ctx.x_shape) if need_x else None
+    grad_w = _grad_weight(prepared, g, saved, ctx.x_shape) if need_w else None
     if call.fault is not None and grad_w is not None:
         grad_w = call.fault.grad_weight(grad_w)
     if call.shadow is not None and call.report is not None:
-        true, high = _matrix(came), Saved(*kept)
+        true, high, wanted = _matrix(came), Saved(*kept), _Prepared(call.shadow)
         if grad_x is not None:
-            call.report("grad_input", grad_x, _grad_input(call.shadow, true, high, ctx.x_shape))
+            call.report("grad_input", grad_x, _grad_input(wanted, true, high, ctx.x_shape))
         if grad_w is not None:
-            call.report("grad_weight", grad_w, _grad_weight(call.shadow, true, high, ctx.x_shape))
+            call.report("grad_weight", grad_w, _grad_weight(wanted, true, high, ctx.x_shape))
     return grad_x, grad_w, g.sum(0) if need_b else None
 
 
-def _grad_input(call: Call, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
-    weight = saved.weight
+def _grad_input(prepared: _Prepared, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
+    call, weight = prepared.call, saved.weight
     assert weight is not None
     if call.path.grad_input is None:
         return (g @ weight).reshape(x_shape)
-    left, _ = prepare(call, "grad_input", "grad_output", g)
+    left, _ = prepared.get("grad_input", "grad_output", g)
     if _chained(call):
         weight, _ = prepare(call, "grad_input", "weight", weight)
     out = _mm(left, weight)
@@ -199,12 +200,12 @@ def _grad_input(call: Call, g: Tensor, saved: Saved, x_shape: torch.Size) -> Ten
     return _finish(call, "grad_input", out).reshape(x_shape)
 
 
-def _grad_weight(call: Call, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
-    x = saved.x
+def _grad_weight(prepared: _Prepared, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:
+    call, x = prepared.call, saved.x
     assert x is not None
     if call.path.grad_weight is None:
         return g.t() @ _matrix(x)
-    left, _ = prepare(call, "grad_weight", "grad_output", g)
+    left, _ = prepared.get("grad_weight", "grad_output", g)
     if _chained(call):
         x, _ = prepare(call, "grad_weight", "input", x)
     out = _mm(left.t(), x)

@@ -20,6 +20,7 @@ saturating cast would turn an Inf into an ordinary large number. With a given (s
 beyond it saturate, and non-finite elements become NaN one by one. (At the very top of the type's own range, a
 value rounded up to the next grid point may overflow to Inf; with scale amax / Qmax it cannot exceed amax.)
 
+On a GPU the usual case is one Triton launch with the same bits (`kernels.py`).
 The gradient is straight-through. Stochastic rounding takes a generator of its own: its bits depend on the device.
 """
 
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.devices import has_triton
 from trimtab.errors import TrimtabError
 from trimtab.linear.formats import Format, format_of
 from trimtab.linear.scales import amax_scale, round_to
@@ -119,6 +121,21 @@ def scaled_round(groups: Tensor, scale: Tensor, fmt: Format, *, saturate: bool =
     return round_to(y, fmt, **rounding).mul_(scale)
 
 
+def amax_cast(
+    x: Tensor, fmt: Format, group: Group, *, pow2_scale: bool = False, amax: Tensor | None = None, **rounding: Any
+) -> Tensor:
+    """Quantize and dequantize with scale amax / Qmax, in the type of x; a given amax saturates what lies beyond it."""
+    if x.is_cuda and has_triton() and rounding.get("rounding", "nearest") == "nearest":
+        from trimtab.linear import kernels
+
+        if kernels.takes(x, group):
+            return kernels.amax_cast(x, fmt, str(group), pow2_scale=pow2_scale, amax=amax)
+    scale = spread(amax_scale(group_amax(x, group) if amax is None else amax, fmt, pow2_scale=pow2_scale), group)
+    groups, _ = to_groups(x.float(), group)
+    out = scaled_round(groups, scale, fmt, saturate=amax is not None, **rounding)
+    return from_groups(out, group, x.shape).to(x.dtype)
+
+
 class _StraightThrough(torch.autograd.Function):
     """The identity to autograd, `compute` to everyone else."""
 
@@ -160,11 +177,8 @@ def fake_quant(
     def compute(x: Tensor) -> Tensor:
         if x.numel() == 0:
             return x.clone()
-        measured = group_amax(x, group) if amax is None else amax.detach().to(x.device, torch.float32)
-        scale = spread(amax_scale(measured, fmt, pow2_scale=pow2_scale), group)
-        groups, _ = to_groups(x.float(), group)
-        out = scaled_round(groups, scale, fmt, saturate=amax is not None, rounding=rounding, generator=generator)
-        return from_groups(out, group, x.shape).to(x.dtype)
+        given = None if amax is None else amax.detach().to(x.device, torch.float32)
+        return amax_cast(x, fmt, group, pow2_scale=pow2_scale, amax=given, rounding=rounding, generator=generator)
 
     if x.requires_grad and torch.is_grad_enabled():
         return _StraightThrough.apply(x, compute)  # type: ignore[return-value]

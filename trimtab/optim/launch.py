@@ -10,20 +10,13 @@ Tables go up from pinned memory, so nobody waits. What runs on them is in `fused
 to be imported; this file does not.
 """
 
-import importlib.util
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BLOCK = 2048
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed; it comes with torch's CUDA builds."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def table(rows: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -49,10 +49,10 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from trimtab.checks import require
+from trimtab.devices import has_triton
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.optim import kernels, sparse
 from trimtab.optim.kernels import Coefficients, Work, moment_dtype
-from trimtab.optim.launch import has_triton
 from trimtab.optim.settings import check_gradient, check_group
 from trimtab.shards import is_dtensor, local
 

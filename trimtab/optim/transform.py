@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from trimtab.checks import is_number, require
+from trimtab.devices import has_triton
 from trimtab.errors import TrimtabError
-from trimtab.optim.launch import has_triton
 from trimtab.shards import by_kind, is_partial, local, tensor_maxima, tensor_norms, total_norm
 
 LEAST_NORM = 1e-30  # a smaller one counts as zero: its reciprocal, times any factor in use, must stay finite in FP32

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The usual cast as one Triton launch: scale by amax, round to nearest, scale back.
+
+`quantize.py` does this in about thirty launches, each over the whole tensor or a handful of scales: on a GPU the host
+cannot issue them as fast as they run. Here a row finds its own amax, or is given one, and is read and written once. The
+bits are those of `quantize.py` and `scales.py`, where the rules are explained; `tests/linear/test_cuda.py` holds both
+together. Three things keep them equal:
+
+- quotients are rounded (`div_rn`); the GPU's own `/` is off by up to two ulps;
+- dividing by a power of two is a multiplication by its reciprocal, which is exact and has its bits computed;
+- NaN is carried by hand, because a GPU's minimum and maximum drop it.
+
+Importing this file needs Triton; `quantize.py` imports it only then.
+"""
+
+import math
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from triton.language.extra import libdevice  # pyright: ignore[reportMissingImports]
+
+from trimtab.linear.formats import Format
+
+WIDEST = 16_384
+"""The longest row that one program holds."""
+FLAT = 4096
+"""Elements of a program where the whole tensor shares one scale."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _pow2_ceil(x):
+    return ((x.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(amax, QMAX: tl.constexpr, POW2: tl.constexpr):
+    """`scales.amax_scale`."""
+    ratio = tl.div_rn(amax, QMAX)
+    lifted = tl.div_rn(amax * 18446744073709551616.0, QMAX)
+    tiny = (_pow2_ceil(lifted) * 5.421010862427522e-20).to(tl.int32, bitcast=True)
+    tiny = tl.maximum(tiny, 1).to(tl.float32, bitcast=True)  # at least 2^-149, whose bits are 1
+    scale = tl.where(ratio < 1.1754943508222875e-38, tiny, _pow2_ceil(ratio) if POW2 else ratio)
+    scale = tl.where(amax == 0, 1.0, scale)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _round(x, scale, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr, SATURATE: tl.constexpr):
+    """`quantize.scaled_round` with `scales.round_to`, to nearest."""
+    y = tl.div_rn(x, scale)
+    if SATURATE:
+        y = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -2 * QMAX), 2 * QMAX), float("nan"))
+    power = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)  # exponents compare as integers
+    step = (power - (MANTISSA << 23)).to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - (power - (MANTISSA << 23))).to(tl.float32, bitcast=True)
+    q = tl.minimum(tl.maximum(libdevice.rint(y * inverse) * step, -QMAX), QMAX)
+    return tl.where(y != y, y, q) * scale
+
+
+@triton.jit
+def _rows(
+    x_ptr, amax_ptr, out_ptr, cols,
+    GIVEN: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr, POW2: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * cols + at, mask=at < cols, other=0.0).to(tl.float32)
+    if GIVEN:
+        amax = tl.load(amax_ptr + row)
+    else:
+        size = tl.abs(x)
+        amax = tl.max(tl.where(size < float("inf"), size, float("inf")))  # a NaN counts as infinite
+    q = _round(x, _scale(amax, QMAX, POW2), QMAX, LEAST, MANTISSA, GIVEN)
+    tl.store(out_ptr + row * cols + at, q.to(out_ptr.dtype.element_ty), mask=at < cols)
+
+
+@triton.jit
+def _whole(
+    x_ptr, amax_ptr, out_ptr, size,
+    GIVEN: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr, POW2: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr).to(tl.float32)
+    q = _round(x, _scale(amax, QMAX, POW2), QMAX, LEAST, MANTISSA, GIVEN)
+    tl.store(out_ptr + at, q.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def takes(x: Tensor, group: object) -> bool:
+    """Whether a kernel can do this one: usual dtypes, one scale for the tensor or for each row that fits."""
+    return x.dtype in DTYPES and x.numel() > 0 and (group == "tensor" or (group == "token" and x.shape[-1] <= WIDEST))
+
+
+def amax_cast(x: Tensor, fmt: Format, group: str, *, pow2_scale: bool, amax: Tensor | None) -> Tensor:
+    """x on the grid of the format; `amax` as in `quantize.fake_quant`."""
+    x, given = x.contiguous(), amax is not None
+    out = torch.empty_like(x)
+    if group == "tensor" or (amax is not None and amax.dim() == 0):
+        kernel, last, width = _whole, x.numel(), FLAT
+        found = torch.linalg.vector_norm(x, torch.inf) if amax is None else amax  # one pass, and NaN stays NaN
+        grid = (triton.cdiv(x.numel(), FLAT),)
+    else:
+        kernel, last, width = _rows, x.shape[-1], triton.next_power_of_2(x.shape[-1])
+        found = x if amax is None else amax.contiguous()
+        grid = (x.numel() // x.shape[-1],)
+    least = (127 + round(math.log2(fmt.min_normal))) << 23  # its exponent field
+    with torch.cuda.device_of(x):
+        kernel[grid](  # pyright: ignore[reportIndexIssue]
+            x, found, out, last,
+            GIVEN=given, QMAX=fmt.max, LEAST=least, MANTISSA=fmt.mantissa_bits, POW2=pow2_scale,
+            WIDTH=width, num_warps=4 if width <= 4096 else 8,
+        )  # fmt: skip
+    return out
