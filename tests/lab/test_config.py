@@ -216,7 +216,8 @@ def test_a_recipes_own_options_reach_it_and_wrong_ones_are_named(tmp_path):
 
     settings = {"recipe": "saved4", "recipe_options": {"scope": "forward", "element": "int"}, "device": "cpu"}
     run = Run(Config.from_dict(settings), Silent())
-    assert run.report is not None and run.report.recipe.low.name == "saved-int4:forward"
+    assert run.report is not None
+    assert run.report.recipe.low.name == "saved-int4:forward"
     with pytest.raises(TrimtabError, match="recipe 'fp8' takes no options, got scope"):
         Run(Config.from_dict({"recipe_options": {"scope": "forward"}, "device": "cpu"}), Silent())
     with pytest.raises(TrimtabError, match="recipe=none has no options"):

@@ -166,11 +166,20 @@ def _arms() -> list[Arm]:
         Arm("gnmr-no-jump", f"{own} without the jump term", {**ACT, "policy": {"beta": None}}),
         Arm("gnmr-replay", f"{own}, a batch of extreme risk is run again", {**ACT, "policy": {"replay_step": 10.0}}),
         Arm("steady", "the preset steady: a history without spikes, growing locks", {**ACT, "policy": STEADY}),
-        Arm("steady-replay", "the preset steady, a batch of high risk is run again", {**ACT, "policy": STEADY_REPLAY}),
+        Arm(
+            "steady-replay",
+            "steady after 80 steps of watching, 10 % of the units at most; a batch of high risk is run again",
+            {**ACT, "policy": STEADY_REPLAY},
+        ),
         Arm(
             "output-replay",
-            "the detector output under steady's policy, a batch of high risk is run again",
-            {**ACT, **_detector("output", False), "policy": STEADY_REPLAY},
+            "the same with the detector output, from 4 deviations of a gain or 2.5 of a norm on",
+            {
+                **ACT,
+                "detector": "output",
+                "detector_options": {"norm_sigmas": 2.5},
+                "policy": {**STEADY_REPLAY, "alpha": 1.0, "replay_step": 1.0},
+            },
         ),
         Arm("secondhand", "not the paper's figures, but those told of it", {**ACT, "policy": SECONDHAND}),
         Arm("gnmr-full", "the largest GNMR risks, the whole budget in every step", {**ACT, **_detector("gnmr", True)}),
@@ -236,7 +245,7 @@ def _detector(name: str, full: bool) -> dict[str, Any]:
 
 
 STEADY = {"preset": "steady"}
-STEADY_REPLAY = {**STEADY, "replay_step": 3.0}
+STEADY_REPLAY = {**STEADY, "replay_step": 2.0, "max_high": 0.1, "warmup": "monitor", "warmup_steps": 80}
 SECONDHAND = {"preset": "secondhand", "max_high": 0.01}
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _arms()}

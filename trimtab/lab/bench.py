@@ -123,10 +123,9 @@ def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
     path, settings = task.folder / DONE, json.loads(json.dumps(task.arm.over(task.settings)))
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["settings"] != settings:
-            changed = sorted(
-                k for k in {**found["settings"], **settings} if found["settings"].get(k) != settings.get(k)
-            )
+        before, now = (Config.from_dict(one).to_dict() for one in (found["settings"], settings))
+        if before != now:
+            changed = sorted(key for key in now if before[key] != now[key])
             raise TrimtabError(
                 f"{task.folder} was run with other settings ({', '.join(changed)}): give another --out, or remove it"
             )

@@ -51,9 +51,10 @@ EXPERT = {"recipe": "fp8", "unit": "expert", "num_experts": 4, "policy": {"prese
 PANGU = {"recipe": "fp4", "unit": "block", "kv_heads": 2, "policy": {"preset": "paper-pangu", "max_high": 0.25}}
 CORE = ("high", "low", "gnmr", "random")
 NOISE_ARMS = (*CORE, "plain", "gap-full", "random-gap-full", "oracle", "round-robin", "ends")
-FAULT_ARMS = (*CORE, "gnmr-replay", "random-gnmr-replay", "steady", "random-steady", "gap", "output", "random-output")
+REPAIRS = ("gnmr-replay", "steady", "steady-replay", "output-replay")
+FAULT_ARMS = (*CORE, *(f"{who}{name}" for name in REPAIRS for who in ("", "random-")), "gap")
 CLIFF_ARMS = (*CORE, "clip", "gnmr-clip", "stable-spam")
-HARM_ARMS = (*CORE, "gnmr-replay", "steady", "gap", "clip")
+HARM_ARMS = (*CORE, *REPAIRS, "gap", "clip")
 TRIGGER_ARMS = (
     *CORE,
     "plain",
