@@ -4,8 +4,8 @@
     python benchmarks/false_triggers.py [--steps 4000] [--units 500] [--seed 0]
 
 Independent lognormal norms, no drift, judged by the paper's rule (cumulative mean, window 5). Per scatter sigma of the
-log norm: the share of unit-steps with the ratio above alpha, and with the jump above beta, after the first 100 steps. The
-paper's Theorem 2 bounds this share; it gives no figures.
+log norm: the share of unit-steps with the ratio above alpha, and with the jump above beta, after the first 100 steps.
+The paper's Theorem 2 bounds this share; it gives no figures.
 """
 
 import argparse

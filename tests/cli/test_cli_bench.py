@@ -21,7 +21,15 @@ def _small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
     path.write_text(" ".join(random.Random(0).choices(words, k=1200)), encoding="utf-8")
     fault = "blocks.1.mlp.up:grad_scale:start=3,width=2,size=64"
-    pairs = (f"data={path}", "steps=6", "batch=2", "seq=16", "eval_batches=1", f"faults={fault}")
+    pairs = (
+        f"data={path}",
+        "steps=6",
+        "batch=2",
+        "seq=16",
+        "eval_batches=1",
+        f"faults={fault}",
+        "policy.warmup_steps=2",
+    )
     return ["--device", "cpu", *(part for pair in pairs for part in ("--set", pair))]
 
 
@@ -30,21 +38,48 @@ def test_one_command_gives_a_table_a_file_and_a_page(trimtab: Any, small: list[s
     answer = trimtab("bench", "smoke", "--seeds", 2, "--out", out, *small)
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
-    assert [line.split()[:2] for line in lines if line.startswith(("1/8 ", "8/8 "))] == [
-        ["1/8", "grad_scale"],
-        ["8/8", "grad_scale"],
+    assert [line.split()[:2] for line in lines if line.startswith(("1/10 ", "10/10 "))] == [
+        ["1/10", "grad_scale"],
+        ["10/10", "grad_scale"],
     ]
     header = next(i for i, line in enumerate(lines) if line.startswith("arm "))
     assert lines[header].split()[:2] == ["arm", "held-out"]
-    assert [line.split()[0] for line in lines[header + 1 : header + 5]] == ["high", "low", "gnmr", "random"]
+    assert [line.split()[0] for line in lines[header + 1 : header + 6]] == ["clean", "low", "high", "gnmr", "random"]
     result = json.loads((out / "bench.json").read_text(encoding="utf-8"))
-    assert f"{result['cells'][0]['arms']['gnmr']['stats']['eval_high']['mean']:.4f}" in lines[header + 3]
+    assert f"{result['cells'][0]['arms']['gnmr']['stats']['eval_high']['mean']:.4f}" in lines[header + 4]
     assert result["command"][:3] == ["trimtab", "bench", "smoke"]
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert (out / "report.html").stat().st_size > 1_000_000
+    assert "low minus clean" in (out / "report.html").read_text(encoding="utf-8")
     again = trimtab("bench", "smoke", "--seeds", 2, "--out", out, *small)
-    assert again.out.count("found") == 8
+    assert again.out.count("found") == 10
     assert again.out.count("done,") == 0
+
+
+def test_without_plotly_only_the_page_is_missing_and_the_same_command_writes_it_later(
+    trimtab: Any, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("bench", "smoke", "--arms", "gnmr", "--seeds", 2, "--out", tmp_path, *small)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "plotly.offline", None)
+        answer = trimtab(*command)
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("arm "))
+    assert [line.split()[0] for line in lines[header + 1 : header + 4]] == ["clean", "low", "gnmr"]
+    assert any(line.startswith("gnmr: better than low in ") for line in lines[header:])
+    assert lines[-1] == (
+        "report: not written. Writing a report needs plotly, which is not installed: pip install 'trimtab[report]', "
+        "then the same command writes it"
+    )
+    assert len([line for line in lines if "plotly" in line]) == 1
+    assert "plotly" not in answer.err
+    assert list(json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["arms"]) == ["clean", "low", "gnmr"]
+    assert not (tmp_path / "report.html").exists()
+    again = trimtab(*command)
+    assert again.out.count("found,") == 6
+    assert again.out.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_arms_and_cells_can_be_chosen(
@@ -64,7 +99,7 @@ def test_arms_and_cells_can_be_chosen(
     assert answer.code == 130
     assert "the same command goes on" in answer.out
     assert ran == [
-        f"{cell}/{arm}/0/0.5/cpu" for cell in ("bit_flip-w5", "nan") for arm in ("high", "low", "gnmr", "random")
+        f"{cell}/{arm}/0/0.5/cpu" for cell in ("bit_flip-w5", "nan") for arm in ("clean", "low", "gnmr", "random")
     ]
 
 
@@ -107,9 +142,14 @@ def test_a_wrong_name_is_found_before_torch_is_loaded() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_the_museum_prints_its_cases(trimtab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plotly", [True, False])
+def test_the_museum_prints_its_cases_and_writes_its_page_with_and_without_plotly(
+    trimtab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plotly: bool
+) -> None:
     from trimtab.lab import museum
 
+    if not plotly:
+        monkeypatch.setitem(sys.modules, "plotly.offline", None)
     row = {"case": "stale", "thread": "t", "what": "Scales are stale.", "arm": "low", "seeds": 2, "died": 2}
     row |= {"survived": 9.0, "loss": float("nan"), "lost": float("nan"), "interval": float("nan"), "saved": False}
     row |= {"blamed": None, "delay": None, "skipped": 0.0, "promotion": 0.0, "ms": 1.0, "note": ""}
@@ -126,4 +166,4 @@ def test_the_museum_prints_its_cases(trimtab: Any, tmp_path: Path, monkeypatch: 
     assert "stale: Scales are stale." in answer.out
     assert "2 of 2" in answer.out
     assert json.loads((tmp_path / "m" / "bench.json").read_text(encoding="utf-8"))["rows"][0]["loss"] is None
-    assert (tmp_path / "m" / "report.html").is_file()
+    assert "Scales are stale." in (tmp_path / "m" / "report.html").read_text(encoding="utf-8")

@@ -124,7 +124,9 @@ def slow_column(name: str, level: float | None, inverse: bool) -> Any:
     return slow
 
 
-def slow_output(norms: np.ndarray, seen: np.ndarray, columns: dict, policy: Policy) -> np.ndarray:
+def slow_output(
+    norms: np.ndarray, seen: np.ndarray, columns: dict, policy: Policy, norm_sigmas: float = 4.0
+) -> np.ndarray:
     class Unit:
         def __init__(self, follow: float, trend: float, floor: float) -> None:
             self.follow, self.trend, self.floor = follow, trend, floor
@@ -152,7 +154,7 @@ def slow_output(norms: np.ndarray, seen: np.ndarray, columns: dict, policy: Poli
         out = columns["output"][t]
         zg = [abs(gains[b].z(float(out[b]))) if seen[t, b] else 0.0 for b in range(units)]
         zn = [max(sizes[b].z(float(norms[t, b])), 0.0) if seen[t, b] else 0.0 for b in range(units)]
-        own = [max(g, n) / 4 / policy.alpha for g, n in zip(zg, zn, strict=True)]
+        own = [max(g / 4, n / norm_sigmas) / policy.alpha for g, n in zip(zg, zn, strict=True)]
         broken = [b for b in range(units) if seen[t, b] and math.isinf(out[b])]
         poisoned = [b for b in range(units) if seen[t, b] and not math.isfinite(norms[t, b])]
         source = None
@@ -160,7 +162,7 @@ def slow_output(norms: np.ndarray, seen: np.ndarray, columns: dict, policy: Poli
             source = broken[0]
         elif not poisoned and max(zg) > 4 * policy.alpha:
             source = zg.index(max(zg))
-        elif not poisoned and max(zn) > 4 * policy.alpha:
+        elif not poisoned and max(zn) > norm_sigmas * policy.alpha:
             source = max(b for b in range(units) if zn[b] >= max(zn) / 2)
         for b in range(units):
             r = INF if b in broken or b in poisoned else own[b]
@@ -301,6 +303,39 @@ def test_output_names_the_gain_that_moved_and_for_a_bad_gradient_the_last_that_r
     plain = trimtab.replay(norms, CONSTANT)
     assert plain.ratio[30].argmax() != 4
     assert plain.ratio[45].argmax() != 3
+
+
+@pytest.mark.parametrize("norm_sigmas", [1.5, 8.0])
+def test_output_with_another_threshold_for_norms_is_its_slow_version(norm_sigmas: float) -> None:
+    norms, seen, columns = readings(11)
+    d = trimtab.replay(
+        norms, CONSTANT, seen=seen, detector={"name": "output", "norm_sigmas": norm_sigmas}, columns=columns
+    )
+    np.testing.assert_allclose(d.risk, slow_output(norms, seen, columns, CONSTANT, norm_sigmas), rtol=1e-9)
+    usual = trimtab.replay(norms, CONSTANT, seen=seen, detector="output", columns=columns)
+    assert (d.risk != usual.risk).any()
+
+
+def test_the_threshold_for_norms_changes_nothing_else() -> None:
+    rng = np.random.default_rng(3)
+    norms = np.exp(rng.normal(0, 0.1, (60, 6)))
+    gain = np.exp(rng.normal(0, 0.01, (60, 6)))
+    norms[45, :4] *= 1.4  # a weak backward fault in unit 3
+    flat = np.ones_like(norms)
+
+    def run(norms: np.ndarray, gain: np.ndarray, **options: float) -> trimtab.Decisions:
+        return trimtab.replay(norms, CONSTANT, detector={"name": "output", **options}, columns={"output": gain})
+
+    for sigmas in (2.0, 8.0):
+        by_gain, by_norm = run(flat, gain, norm_sigmas=sigmas), run(norms, flat, norm_sigmas=sigmas)
+        assert by_gain.risk.tobytes() == run(flat, gain).risk.tobytes()
+        assert by_gain.ratio.any()
+        np.testing.assert_allclose(by_norm.ratio, run(norms, flat).ratio * 4 / sigmas, rtol=1e-12)
+        assert by_norm.ratio.any()
+    assert not (run(norms, gain).risk[45] > 1).any()
+    assert np.flatnonzero(run(norms, gain, norm_sigmas=2.5).risk[45] > 1).tolist() == [3]
+    with pytest.raises(TrimtabError, match="norm_sigmas must be a positive number, got 0"):
+        detector_of("output", norm_sigmas=0)
 
 
 def test_output_finds_the_source_of_forward_faults_more_often_than_the_largest_ratio() -> None:

@@ -153,6 +153,71 @@ def test_a_full_budget_is_told_once_with_its_numbers() -> None:
     assert trimtab.replay(np.array(rows[:200]), offered).alarmed.sum() <= 4
 
 
+def full_under(detector: str, **thresholds: object) -> tuple[Event | None, np.ndarray]:
+    """The line about a full budget under a detector, and the ratios of those steps."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    trimtab.convert_(model, "fp8")
+    policy = Policy(alpha_warmup=None, max_high=1, window=2, lock_steps=4, **thresholds)  # type: ignore[arg-type]
+    events: list[Event] = []
+    controller = Controller(model, policy, detector=detector, on_event=events.append)
+    optimizer, rows = torch.optim.Adam(model.parameters(), lr=1e-4), []
+    for _ in range(200):
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().mean().backward()
+        controller.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert controller.reading is not None
+        rows.append(controller.reading.columns)
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    found = trimtab.replay(columns.pop("norm"), policy, detector=detector, columns=columns)
+    return next((e for e in events if e.kind == "budget_full"), None), found.ratio
+
+
+@pytest.mark.parametrize("detector", ["zscore", "jacobian", "gsnr", "snr", "output", "gap"])
+def test_a_ratio_that_is_no_norm_is_not_called_one_and_has_no_jump(detector: str) -> None:
+    event, ratios = full_under(detector, alpha=0.05, beta=1.05)
+    assert event is not None
+    peaks = ratios.max(axis=1)
+    assert f"ratio ({detector}) above {np.median(peaks.astype(np.float32)):.2f}, and alpha is 0.05" in event.message
+    assert "norm" not in event.message
+    assert "beta" not in event.message
+    alpha = float(re.search(r"no ratio here exceeds Policy\(alpha=([\d.]+)\), spikes apart", event.message)[1])  # type: ignore[index]
+    assert alpha > 0.05
+    assert (peaks > alpha * 1.01).mean() < 0.05  # 1.01: printed digits
+
+
+@pytest.mark.parametrize(
+    ("detector", "usual"), [("relative", "usual norm beside the others'"), ("update", "usual update")]
+)
+def test_a_ratio_against_a_units_own_mean_says_of_what(detector: str, usual: str) -> None:
+    event, ratios = full_under(detector, alpha=0.1, beta=1.05)
+    assert event is not None
+    median = np.median(ratios[np.isfinite(ratios) & (ratios > 0)].astype(np.float32))
+    assert f"alpha=0.1 asks for {0.1 / median:.2f} times a unit's {usual}; " in event.message
+    assert re.search(r"Policy\(alpha=[\d.]+, beta=[\d.]+\) would have stayed quiet", event.message)
+    without, _ = full_under(detector, alpha=0.1, beta=None)
+    assert without is not None
+    assert re.search(r"Policy\(alpha=[\d.]+\) would have stayed quiet", without.message)
+
+
+def test_a_detector_that_is_asked_to_fill_the_budget_is_not_told_that_it_is_full() -> None:
+    assert full_under("gnmr", alpha=0.1, beta=1.05)[0] is not None
+    assert full_under("gnmr:full", alpha=0.1, beta=1.05)[0] is None
+
+
+def test_advice_never_lowers_a_threshold() -> None:
+    model, controller, events = build(Policy(alpha=50.0, alpha_warmup=None, beta=1.1, max_high=1))
+    drive(model, controller, flat_noise(200))
+    (jumps,) = [e.message for e in events if e.kind == "budget_full"]
+    assert re.search(r"Policy\(alpha=50, beta=[2-9][\d.]*\)", jumps)
+    model, controller, events = build(Policy(**(RATIO | {"lock_steps": 60, "beta": 1.5}), max_high=1))
+    drive(model, controller, ([[1, 1, 1]] * 49 + [[1, 1, 30]]) * 4)  # four spikes, each with a long lock
+    (locks,) = [e.message for e in events if e.kind == "budget_full"]
+    assert "look for spikes, norms that are not finite, or long locks" in locks
+    assert "Policy(" not in locks
+
+
 def test_a_budget_that_is_not_full_is_not_mentioned() -> None:
     model, controller, events = build(Policy(**RATIO, max_high=3))
     drive(model, controller, flat_noise(500))

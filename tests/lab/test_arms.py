@@ -20,7 +20,7 @@ from trimtab.report.read import Run, Trace, read_run
 
 FAULT = "blocks.1.mlp.up:grad_scale:start=5,width=3,size=64"
 STATIC = {"adapt", "ends"}
-NOBODY = {"high", "low", "plain", "trigger-clip", "clip", "autoclip", "zclip", "adagc", "skip-step", "spam"}
+NOBODY = {"high", "low", "clean", "plain", "trigger-clip", "clip", "autoclip", "zclip", "adagc", "skip-step", "spam"}
 NOBODY |= {"stable-spam", "stabilizer"}
 FULL = {"round-robin", "top-norm", *(f"{name}-full" for name in ("gnmr", *DETECTORS))}
 BLOCKS = {"unit": "block", "policy": {"max_high": 1}}  # the oracle measures every unit in every step
@@ -94,7 +94,7 @@ def test_arms_share_weights_and_data(ran: Ran, name: str) -> None:
     config, reference = ran(name).config, ran("low").config
     for key in ("seed", "batch", "seq", "accumulate", "model", "lr", "steps", "data", "bad_data", "dtype"):
         assert config[key] == reference[key]
-    assert config["faults"] == ([] if name == "plain" else reference["faults"])
+    assert config["faults"] == ([] if name in ("plain", "clean") else reference["faults"])
     first, low = ran(name).column("loss")[1][0], ran("low").column("loss")[1][0]
     # The same batch and weights: apart from the path and the order of a sum, the first loss is one number.
     assert first == pytest.approx(low, abs=0.02)
@@ -106,8 +106,9 @@ def test_arms_share_weights_and_data(ran: Ran, name: str) -> None:
 def test_whom_the_policy_chooses_follows_from_what_was_read(ran: Ran, name: str) -> None:
     found = trace(ran(name))
     full = name.endswith("-full")
-    read = name.removesuffix("-full")
+    read = name.split("-")[0]
     assert found.detector["name"] == (read if read in DETECTORS else "gnmr") + (":full" if full else "")
+    assert found.detector.get("norm_sigmas", 4.0) == (2.5 if name == "output-replay" else 4.0)
     wanted = replay(
         found.norms,
         Policy.from_dict(found.policy),
@@ -128,9 +129,21 @@ def test_gnmr_is_the_suites_policy_and_its_variants_change_one_thing(ran: Ran, s
     assert (trace(ran("gnmr-no-jump")).high != trace(ran("gnmr")).high).any()
     assert len(trace(ran("gnmr-replay"))) > 10  # a batch ran again
     assert trace(ran("gnmr")).steps.tolist() == list(range(1, 11))
-    assert Policy.from_dict(trace(ran("steady")).policy) == Policy.preset("steady").replace(max_high=3)
-    assert Policy.from_dict(trace(ran("secondhand")).policy) == Policy.preset("secondhand")
-    assert trace(ran("secondhand")).max_high == 1
+
+
+def test_arms_of_a_preset_keep_the_suites_budget_and_warm_up_unless_they_have_their_own(ran: Ran) -> None:
+    steady, told = Policy.preset("steady").replace(warmup_steps=4), Policy.preset("secondhand")
+    again = steady.replace(max_high=0.1, replay_step=2.0)
+    wanted = {
+        "steady": (steady.replace(max_high=3), 3),
+        "steady-replay": (again, 1),
+        "output-replay": (again.replace(alpha=1.0, replay_step=1.0), 1),
+        "secondhand": (told.replace(warmup_steps=4), 1),
+    }
+    for name, (policy, most) in wanted.items():
+        assert Policy.from_dict(trace(ran(name)).policy) == policy
+        assert trace(ran(name)).max_high == most
+    assert len(trace(ran("steady-replay"))) > 10  # a batch ran again
 
 
 @pytest.mark.parametrize("name", ["random", "random-gnmr-replay", "random-steady", "random-gap"])
@@ -190,6 +203,19 @@ def test_a_fault_reaches_low_and_not_high(ran: Ran) -> None:
     assert trace(ran("low")).norms[4, unit] > 20 * trace(ran("high")).norms[4, unit]
 
 
+def test_clean_is_low_to_the_bit_until_the_first_fault_and_not_from_there_on(ran: Ran) -> None:
+    clean, low = ran("clean"), ran("low")
+    first = 5 - 1  # the row of the first faulty step
+    norms, struck = trace(clean).norms, trace(low).norms
+    assert norms[:first].tobytes() == struck[:first].tobytes()
+    unit = trace(low).units.index("blocks.1.mlp.up")
+    assert struck[first, unit] > 20 * norms[first, unit]
+    losses, hurt = (run.column("loss")[1] for run in (clean, low))
+    assert losses[: first + 1].tolist() == hurt[: first + 1].tolist()  # a backward fault shows in the next loss
+    assert (losses[first + 1 :] != hurt[first + 1 :]).all()
+    assert (norms[first:] != struck[first:]).any(axis=1).all()
+
+
 def test_a_clipped_arm_moves_less(ran: Ran) -> None:
     """Each clipping arm leaves the path of `low` at its first clipped step at the latest by the fault."""
     low = ran("low").column("loss")[1]
@@ -199,7 +225,7 @@ def test_a_clipped_arm_moves_less(ran: Ran) -> None:
     assert (ran("skip-step").column("loss")[1] == low).all()
 
 
-def test_a_preset_replaces_the_policy_but_not_the_budget() -> None:
+def test_a_preset_replaces_the_policy_but_not_the_budget_and_the_warm_up() -> None:
     arm = Arm("x", "", {"policy": {"preset": "steady"}, "optimizer_options": {"eps": 1e-6}})
     suite = {"policy": {"alpha": 9.0, "max_high": 7}, "optimizer_options": {"betas": [0.9, 0.95]}, "lr": 1e-3}
     over = arm.over(suite)
@@ -209,6 +235,15 @@ def test_a_preset_replaces_the_policy_but_not_the_budget() -> None:
     assert suite["policy"] == {"alpha": 9.0, "max_high": 7}
     kept = arm.over({"policy": {"preset": "paper-b8"}})
     assert Config.from_dict(kept).build_policy().max_high == Policy.preset("paper-b8").max_high
+    # A warm-up is kept where the suite names it, not where it comes with the suite's own preset.
+    moe = {"preset": "paper-moe", "max_high": 2}
+    steady = Policy.preset("steady").replace(max_high=2)
+    assert Config.from_dict(arm.over({"policy": moe})).build_policy() == steady
+    watched = {**moe, "warmup": "monitor", "warmup_steps": 40}
+    found = Config.from_dict(arm.over({"policy": watched})).build_policy()
+    assert found == steady.replace(warmup="monitor", warmup_steps=40)
+    own = Arm("y", "", {"policy": {"preset": "steady", "warmup_steps": 7}})
+    assert Config.from_dict(own.over({"policy": watched})).build_policy() == found.replace(warmup_steps=7)
 
 
 @pytest.mark.parametrize("name", ["random", "adapt"])

@@ -19,6 +19,7 @@ from trimtab.report.read import read_run, read_trace
 
 FAULTS = "blocks.1.mlp.up:grad_scale:start=10,width=4,size=64; blocks.0.attn.v:grad_scale:start=20,width=4,size=64"
 CORE = ("high", "low", "gnmr", "random")
+STRUCK = ("clean", "low", "high", "gnmr", "random")  # with faults the two ends come first, and the top is `clean`
 
 
 @pytest.fixture(name="suite", scope="module")
@@ -30,9 +31,10 @@ def _suite(small: dict[str, Any]) -> Suite:
 
 @pytest.fixture(name="smoke", scope="module")
 def _smoke(tmp_path_factory: pytest.TempPathFactory, small: dict[str, Any]) -> tuple[dict[str, Any], Path]:
-    """The smoke suite, smaller: a micro model, 30 steps, two seeds."""
+    """The smoke suite, smaller: a micro model, 30 steps, two seeds, nobody high before step 9."""
     out = tmp_path_factory.mktemp("bench") / "out"
     given = {**small, "steps": 30, "checkpoint_every": 0, "faults": FAULTS}
+    given["policy"] = {**small["policy"], "warmup_steps": 8}
     return run_bench(SUITES["smoke"], out, seeds=(0, 1), given=given, command=["trimtab", "bench", "smoke"]), out
 
 
@@ -40,27 +42,29 @@ def folders(out: Path) -> dict[tuple[str, int], Path]:
     return {(path.parent.name, int(path.name)): path for path in out.glob("grad_scale/*/*")}
 
 
-def test_a_smaller_smoke_leaves_one_folder_of_runs_a_file_and_a_page(smoke: tuple[dict[str, Any], Path]) -> None:
+def test_a_smaller_smoke_leaves_one_folder_of_runs_and_a_file(smoke: tuple[dict[str, Any], Path]) -> None:
     result, out = smoke
-    assert set(folders(out)) == {(arm, seed) for arm in CORE for seed in (0, 1)}
+    assert set(folders(out)) == {(arm, seed) for arm in STRUCK for seed in (0, 1)}
     assert json.loads((out / "bench.json").read_text(encoding="utf-8")) == result
-    assert "gnmr" in (out / "report.html").read_text(encoding="utf-8")
     assert result["command"] == ["trimtab", "bench", "smoke"]
     assert result["seeds"] == [0, 1]
     assert result["versions"]["torch"]
     assert result["hardware"]["device"] == "cpu"
-    assert list(result["cells"][0]["arms"]) == list(CORE)
+    assert list(result["cells"][0]["arms"]) == list(STRUCK)
 
 
 def test_arms_of_a_seed_are_paired_and_random_has_controls_own_counts(smoke: tuple[dict[str, Any], Path]) -> None:
     found = folders(smoke[1])
     for seed in (0, 1):
-        first = {read_run(found[arm, seed]).column("loss")[1][0] for arm in ("low", "gnmr", "random")}
+        first = {read_run(found[arm, seed]).column("loss")[1][0] for arm in ("clean", "low", "gnmr", "random")}
         assert len(first) == 1  # same weights, same batch, all low in the first step
         gnmr, random = (read_trace(found[arm, seed] / "trace.arrow") for arm in ("gnmr", "random"))
         assert random.high.sum(axis=1).tolist() == gnmr.high.sum(axis=1).tolist()
         assert (random.high != gnmr.high).any()
+        assert not gnmr.high[:8].any()  # it only watches until the first fault is near
+        assert gnmr.high[8:].any()
         assert len({json.dumps(read_run(found[arm, seed]).config["faults"]) for arm in CORE}) == 1
+        assert read_run(found["clean", seed]).config["faults"] == []
     assert read_run(found["low", 0]).column("loss")[1][0] != read_run(found["low", 1]).column("loss")[1][0]
 
 
@@ -68,20 +72,41 @@ def test_the_stated_numbers_are_those_of_the_folders(smoke: tuple[dict[str, Any]
     result, out = smoke
     cell, found = result["cells"][0], folders(out)
     loss = {key: read_run(path).column("eval_loss_high")[1][-1] for key, path in found.items()}
-    gaps = [(loss["low", s] - loss["gnmr", s]) / (loss["low", s] - loss["high", s]) for s in (0, 1)]
+    gaps = [(loss["low", s] - loss["gnmr", s]) / (loss["low", s] - loss["clean", s]) for s in (0, 1)]
     gnmr = cell["arms"]["gnmr"]
     assert gnmr["stats"]["gap"]["mean"] == pytest.approx(np.mean(gaps))
     assert gnmr["stats"]["eval_high"]["mean"] == pytest.approx(np.mean([loss["gnmr", 0], loss["gnmr", 1]]))
     assert gnmr["vs_low"]["mean"] == pytest.approx(np.mean([loss["gnmr", s] - loss["low", s] for s in (0, 1)]))
     assert gnmr["vs_random"]["mean"] == pytest.approx(np.mean([loss["gnmr", s] - loss["random", s] for s in (0, 1)]))
-    assert cell["damage"]["mean"] == pytest.approx(np.mean([loss["low", s] - loss["high", s] for s in (0, 1)]))
-    pooled = 1 - (loss["gnmr", 0] + loss["gnmr", 1] - loss["high", 0] - loss["high", 1]) / sum(
-        loss["low", s] - loss["high", s] for s in (0, 1)
+    assert cell["damage"]["mean"] == pytest.approx(np.mean([loss["low", s] - loss["clean", s] for s in (0, 1)]))
+    pooled = 1 - (loss["gnmr", 0] + loss["gnmr", 1] - loss["clean", 0] - loss["clean", 1]) / sum(
+        loss["low", s] - loss["clean", s] for s in (0, 1)
     )
     assert gnmr["gap_pooled"] == pytest.approx(pooled)
-    assert [cell["arms"][end]["stats"]["gap"]["mean"] for end in ("high", "low")] == [1.0, 0.0]
-    assert [cell["arms"][arm]["random"] for arm in CORE] == [None, None, "random", None]
+    assert [cell["arms"][arm]["random"] for arm in STRUCK] == [None, None, None, "random", None]
     assert cell["windows"] == [[10, 14], [20, 24]]
+
+
+def test_in_a_cell_with_faults_the_gap_is_that_between_low_and_clean(smoke: tuple[dict[str, Any], Path]) -> None:
+    cell = smoke[0]["cells"][0]
+    assert cell["top"] == "clean"
+    for stat in ("gap", "gap_low"):
+        assert [cell["arms"][end]["stats"][stat]["mean"] for end in ("clean", "low")] == [1.0, 0.0]
+        assert cell["arms"]["high"]["stats"][stat]["mean"] not in (0.0, 1.0)
+    assert [cell["arms"][end]["gap_pooled"] for end in ("clean", "low")] == [1.0, 0.0]
+
+
+def test_in_a_cell_without_faults_high_is_the_top(suite: Suite, tmp_path: Path) -> None:
+    cell = run_bench(suite.only(["one"]), tmp_path, seeds=(0,), arms=("clean",))["cells"][0]
+    assert cell["top"] == "high"
+    assert {name: arm["stats"]["gap"]["mean"] for name, arm in cell["arms"].items()} == {
+        "high": 1.0,
+        "low": 0.0,
+        "clean": 0.0,  # nothing to leave out: it is low
+    }
+    losses = {name: arm["stats"]["eval_high"]["mean"] for name, arm in cell["arms"].items()}
+    assert cell["damage"]["mean"] == pytest.approx(losses["low"] - losses["high"])
+    assert cell["windows"] == []
 
 
 def test_what_triggers_is_scored_as_a_trigger_and_random_units_are_not(smoke: tuple[dict[str, Any], Path]) -> None:
@@ -137,11 +162,40 @@ def test_runs_of_other_settings_are_not_taken_for_these(suite: Suite, tmp_path: 
         run_task(other[0])
 
 
+def test_a_run_from_before_a_setting_existed_is_found_and_one_of_other_settings_is_not(
+    suite: Suite, tmp_path: Path, counted: list[str]
+) -> None:
+    (task,) = [t for t in tasks(suite, tmp_path, seeds=(0,), given={}) if t.cell == "one" and t.arm.name == "low"]
+    ran = run_task(task)
+    path = task.folder / bench.DONE
+    old = json.loads(path.read_text(encoding="utf-8"))
+    assert old["settings"].pop("recipe_options") == {}
+    path.write_text(json.dumps(old), encoding="utf-8")
+    again = run_task(task)
+    assert again.before
+    assert again.seconds == ran.seconds
+    assert len(counted) == 1
+    (other,) = [
+        t
+        for t in tasks(suite, tmp_path, seeds=(0,), given={"recipe": "saved4", "recipe_options": {"scope": "forward"}})
+        if t.cell == "one" and t.arm.name == "low"
+    ]
+    with pytest.raises(TrimtabError, match=r"other settings \(recipe, recipe_options\)"):
+        run_task(other)  # what the old run did not name, it did not do
+    old["settings"]["lr"] *= 2
+    path.write_text(json.dumps(old), encoding="utf-8")
+    with pytest.raises(TrimtabError, match=r"other settings \(lr\): give another --out"):
+        run_task(task)
+    assert len(counted) == 1
+
+
 def test_the_order_puts_ends_first_and_each_arm_after_what_it_needs(suite: Suite, tmp_path: Path) -> None:
     one, two = suite.cells
     assert [arm.name for arm in arms_of(suite, one, ["random-steady"])] == ["high", "low", "steady", "random-steady"]
     assert [arm.name for arm in arms_of(suite, two, None)] == [*CORE, "shy"]
     assert [arm.name for arm in arms_of(suite, one, ["shy"])] == ["high", "low"]  # a variant of the other cell
+    struck = SUITES["smoke"]
+    assert [arm.name for arm in arms_of(struck, struck.cells[0], ["random"])] == ["clean", "low", "gnmr", "random"]
     found = tasks(suite, tmp_path, seeds=(0,), given={})
     for task in found:
         assert task.arm.after is None or task.done[task.arm.after] == task.folder.parent.parent / task.arm.after / "0"

@@ -8,6 +8,7 @@ import pytest
 
 from trimtab.errors import TrimtabError
 from trimtab.lab.bench import tasks
+from trimtab.lab.config import Config
 from trimtab.lab.faults import KINDS, parse_faults
 from trimtab.lab.suites import EXPERTS, LINEARS, SUITES, Cell, Suite, Windows, find_suite, merged
 
@@ -20,7 +21,41 @@ def test_every_run_of_a_suite_has_settings_that_the_trainer_takes(name: str, tmp
     assert {task.cell for task in found} == {cell.name for cell in suite.cells}
     for cell in suite.cells:
         arms = {task.arm.name for task in found if task.cell == cell.name}
-        assert arms >= {"high", "low", "gnmr", "random"}
+        assert arms >= {"high", "low", "gnmr", "random", cell.top}
+
+
+def test_the_top_of_a_cell_is_clean_where_it_injects_faults_and_high_elsewhere() -> None:
+    tops = {f"{suite.name}/{cell.name}": cell.top for suite in SUITES.values() for cell in suite.cells}
+    faulty = {name for name in tops if name.startswith("faults/")} | {"smoke/grad_scale", "experts/fault"}
+    assert {name for name, top in tops.items() if top == "clean"} == faulty
+    assert {top for name, top in tops.items() if name not in faulty} == {"high"}
+
+
+@pytest.mark.parametrize("name", ["smoke", "faults", "experts"])
+def test_nobody_acts_before_the_first_fault(name: str, tmp_path: Path) -> None:
+    suite = SUITES[name]
+    starts = {cell.name: cell.faults.start for cell in suite.cells if cell.faults is not None}
+    assert starts
+    for task in tasks(suite, tmp_path, seeds=(0,), given={}):
+        settings = Config.from_dict(task.arm.over(task.settings))
+        if task.cell in starts and settings.mode == "act" and not settings.fixed_high:
+            policy = settings.build_policy()
+            assert policy.warmup == "monitor", task.name
+            limits = policy.resolve(20, settings.steps)
+            assert 0.75 * starts[task.cell] <= limits.warmup_steps < starts[task.cell], task.name
+
+
+def test_saved_has_a_cell_that_quantizes_the_forward_too(tmp_path: Path) -> None:
+    found = tasks(SUITES["saved"].only(["saved", "forward"]), tmp_path, seeds=(0,), given={})
+    scopes = {
+        cell: {
+            Config.from_dict(task.arm.over(task.settings)).recipe_options.get("scope")
+            for task in found
+            if task.cell == cell and task.arm.name != "plain"  # not converted, so it has no options
+        }
+        for cell in ("saved", "forward")
+    }
+    assert scopes == {"saved": {None}, "forward": {"forward"}}
 
 
 def test_the_families_of_the_issue_are_there_by_letter_and_by_name() -> None:
@@ -68,7 +103,7 @@ def test_arms_of_a_seed_share_faults_and_every_other_setting_of_the_cell(tmp_pat
     found = tasks(suite, tmp_path, seeds=(0, 1), given={"lr": 1e-3})
     by_seed = [[task.settings for task in found if task.seed == seed] for seed in (0, 1)]
     for settings in by_seed:
-        assert len(settings) == 4
+        assert len(settings) == 5  # clean, low, high, gnmr, random
         assert all(one == settings[0] for one in settings)
     assert by_seed[0][0]["faults"] != by_seed[1][0]["faults"]
     assert {one["lr"] for one in by_seed[0]} == {1e-3}

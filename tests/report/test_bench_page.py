@@ -37,11 +37,12 @@ def arm(loss: float, versus: float | None = None, *, died: tuple[int, ...] = ())
     return {"runs": runs, "died": list(died), "stats": stats, "vs_low": difference, "vs_random": difference}
 
 
-def bench(*, clear: bool = True, name: str = "gnmr") -> dict[str, Any]:
-    arms = {"high": arm(1.0, -1.0), "low": arm(2.0), name: arm(1.5, -0.5, died=(2,)), "random": arm(2.1, 0.1)}
+def bench(*, clear: bool = True, name: str = "gnmr", top: str = "high") -> dict[str, Any]:
+    arms = {top: arm(1.0, -1.0), "low": arm(2.0), name: arm(1.5, -0.5, died=(2,)), "random": arm(2.1, 0.1)}
     points = {"x": [1.0, 2.0], "y": [5.0, None], "low": [4.0, None], "high": [6.0, None]}
     cell = {
         "name": "one",
+        "top": top,
         "settings": {"lr": 0.1},
         "windows": [[3, 5]],
         "axis": ["lr", 0.1],
@@ -146,6 +147,17 @@ def test_a_share_of_no_gap_is_not_shown() -> None:
     assert {row[heads.index("gap closed")] for row in rows} == {"no gap"}
     data = json.loads(Parsed(render_bench(result)).data)
     assert {one["gap"] for one in data["cells"][0]["arms"].values()} == {None}
+
+
+@pytest.mark.parametrize(("top", "other"), [("high", "clean"), ("clean", "high")])
+def test_the_page_says_between_which_arms_the_gap_lies(top: str, other: str) -> None:
+    result = bench(top=top)
+    shown = Parsed(render_bench(result)).text
+    assert f"low minus {top}: 1.0000 \u00b1 0.1000" in shown
+    assert f"low minus {other}" not in shown
+    assert "of the gap closed by gnmr" in shown  # an end of the gap is not what the page is about
+    assert not any(line.startswith((f"{top}:", "low:")) for line in says(result))
+    assert any(line.startswith("gnmr:") for line in says(result))
 
 
 def test_the_table_has_a_row_per_arm_and_no_empty_column() -> None:

@@ -30,11 +30,11 @@ def run(
 ) -> None:
     """Run a suite: every cell with every arm and seed, into --out, with a table and report.html there.
 
-    Interrupted, it goes on where it was: finished runs are not run again. high and low are always among the arms, and
-    so is what an arm is measured by.
+    Interrupted, it goes on where it was: finished runs are not run again. low is always among the arms, and so are what
+    is possible (high, or clean where faults are injected) and what an arm is measured by.
     """
     from trimtab.cli.console import console
-    from trimtab.errors import TrimtabError
+    from trimtab.errors import MissingExtraError, TrimtabError
     from trimtab.lab.config import Config, load_settings
     from trimtab.lab.suites import find_suite
 
@@ -55,7 +55,7 @@ def run(
     Config.from_dict(given)  # refuse bad settings before torch is loaded
 
     from trimtab.lab.bench import run_bench
-    from trimtab.report.bench import plain_table, says, table
+    from trimtab.report.bench import plain_table, says, table, write_bench_page
 
     out = out or Path("runs/bench") / chosen.name
     progress = _Progress()
@@ -86,7 +86,10 @@ def run(
     console.print()
     for line in says(result):
         console.print(line, markup=False)
-    console.print(f"report: {out / 'report.html'}", markup=False)
+    try:
+        console.print(f"report: {write_bench_page(result, out / 'report.html')}", markup=False)
+    except MissingExtraError as error:  # nothing is lost: runs and bench.json are there
+        console.print(f"report: not written. {error}, then the same command writes it", markup=False)
 
 
 class _Progress:

@@ -5,7 +5,8 @@ One line per change of state, never a line per step. A unit that goes high says 
 non-finite norm), a unit that comes back says how (its lock ran out, or riskier units took its seat), a unit
 that stays denied says so once. Two lines are about the run as a whole: a persistent offender, which triggers
 again after each release and is more likely a bug than noise; and a full budget, which on norms that do not
-fall is usually a threshold that means something else here than it did in the paper.
+fall is usually a threshold that means something else here than it did in the paper. A detector that fills the
+budget by itself (`:full`) is not told that it is full.
 """
 
 from typing import Any
@@ -18,6 +19,8 @@ from trimtab.control.policy import Limits, Policy, quiet_level, without_outliers
 from trimtab.control.values import Event
 
 LOOK_BACK = 200  # steps over which the pressure on the budget is judged
+OF_ITSELF = {"gnmr": "norm", "relative": "norm beside the others'", "update": "update"}
+"""Detectors whose ratio is a value of the unit over its own mean, and that value."""
 
 
 class Narrator:
@@ -27,6 +30,7 @@ class Narrator:
         self, names: tuple[str, ...], policy: Policy, limits: Limits, *, acting: bool = True, detector: str = "gnmr"
     ) -> None:
         self._names, self._policy, self._limits, self._acting = names, policy, limits, acting
+        self._detector = detector
         self._against = "its history" if detector == "gnmr" else f"its range ({detector})"
         shape = (LOOK_BACK, len(names))
         self._ratios, self._jumps = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -97,25 +101,15 @@ class Narrator:
         row = self._passes % LOOK_BACK
         with np.errstate(over="ignore"):
             self._ratios[row], self._jumps[row] = verdict.risk.ratio[0], verdict.risk.jump[0]
-        self._full[row] = 0 < self._limits.max_high <= num_high
+        self._full[row] = 0 < self._limits.max_high <= num_high and not self._detector.endswith(":full")
         self._passes += 1
         if self._told_full or self._passes < LOOK_BACK or int(self._full.sum()) * 2 <= LOOK_BACK:
             return []
-        usual = self._ratios[np.isfinite(self._ratios) & (self._ratios > 0)]
-        if not usual.size:
+        if not (np.isfinite(self._ratios) & (self._ratios > 0)).any():
             return []  # nothing but broken or dead units: no threshold would help
         self._told_full = True
-        whole = np.isfinite(self._ratios).any(axis=1)
-        share = 0.001 if self._policy.beta is None else 0.0005
-        alpha = quiet_level(without_outliers(self._ratios[whole]), share)
-        jumps = without_outliers(self._jumps[whole])
-        beta = "" if self._policy.beta is None else f", beta={quiet_level(jumps, share):.3g}"
-        median = float(np.median(usual))
-        text = (
-            f"the budget was full on {int(self._full.sum())} of the last {LOOK_BACK} steps. The median ratio here is "
-            f"{median:.2f}, so alpha={self._policy.alpha:g} asks for {self._policy.alpha / median:.2f} times a unit's "
-            f"usual norm; Policy(alpha={alpha:.3g}{beta}) would have stayed quiet on these steps, spikes apart"
-        )
+        text = f"the budget was full on {int(self._full.sum())} of the last {LOOK_BACK} steps. "
+        text += _advice(self._ratios, self._jumps, self._policy, self._detector)
         return [Event(step, "budget_full", message=text)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,3 +119,26 @@ class Narrator:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do not say it again after a resume."""
         self._told_full, self._denied = bool(state_dict["told_full"]), np.array(state_dict["denied"])
+
+
+def _advice(ratios: np.ndarray, jumps: np.ndarray, policy: Policy, detector: str) -> str:
+    """What the thresholds mean on some steps, and which would have been quiet; ratios and jumps are (steps, units)."""
+    whole = np.isfinite(ratios).any(axis=1)
+    ratios, jumps = ratios[whole], np.where(np.isfinite(jumps), jumps, 0)[whole]
+    beta = 0.0 if policy.beta is None else quiet_level(without_outliers(jumps), 0.0005)  # 0: there is no jump
+    alpha = quiet_level(without_outliers(ratios), 0.0005 if beta else 0.001)
+    if alpha <= policy.alpha and beta <= (policy.beta or 0.0):
+        return "The usual ratios are below the thresholds: look for spikes, norms that are not finite, or long locks"
+    offered = f"alpha={max(alpha, policy.alpha):.3g}" + (f", beta={max(beta, policy.beta or 0.0):.3g}" if beta else "")
+    if detector in OF_ITSELF:
+        median = float(np.median(ratios[np.isfinite(ratios) & (ratios > 0)]))
+        return (
+            f"The median ratio here is {median:.2f}, so alpha={policy.alpha:g} asks for {policy.alpha / median:.2f} "
+            f"times a unit's usual {OF_ITSELF[detector]}; Policy({offered}) would have stayed quiet on these steps, "
+            "spikes apart"
+        )
+    peaks = np.where(np.isfinite(ratios), ratios, -np.inf).max(axis=1)
+    return (
+        f"Half of these have a ratio ({detector}) above {float(np.median(peaks)):.2f}, and alpha is {policy.alpha:g}; "
+        f"no ratio here exceeds Policy({offered}), spikes apart"
+    )

@@ -4,6 +4,7 @@
 A model keeps its hooks longer than a controller that was replaced, so hooks hold their sensor weakly and go with it.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,30 +107,37 @@ class OutputGain(Base):
     @torch.no_grad()
     def take(self, key: int, x: Tensor, y: Tensor) -> None:
         """Add one forward of one module."""
-        into = torch.linalg.vector_norm(x.detach(), dtype=torch.float32).square() / max(x.numel(), 1)
-        out = y.detach().abs().sqrt().mean(dtype=torch.float32)
+        into = torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(max(x.numel(), 1))
+        out = y.detach().abs().sqrt_().mean(dtype=torch.float32)
         before = self._sums.get(key)
-        self._sums[key] = (into, out, 1) if before is None else (before[0] + into, before[1] + out, before[2] + 1)
+        self._sums[key] = (into, out, 1) if before is None else _mean(before, into, out)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Close the step."""
-        found = []
-        for unit in self.units:
-            sums = [self._sums[key] for key in map(id, unit.modules) if key in self._sums]
-            if not sums:
-                found.append(torch.tensor(torch.nan))
-                continue
-            into = torch.stack([x / times for x, _, times in sums])
-            out = torch.stack([y / times for _, y, times in sums])
-            gain = (2 * out.log() - into.log() / 2).mean().exp()
-            found.append(torch.where(torch.isfinite(into).all(), gain.nan_to_num(nan=torch.inf), torch.nan))
+        """Close the step; all modules at once, because a GPU counts launches and not numbers."""
+        heard = [[self._sums[key] for key in map(id, unit.modules) if key in self._sums] for unit in self.units]
         self._sums = {}
-        return together(found)
+        flat = [sums for unit in heard for sums in unit]
+        if not flat:
+            return torch.full((len(heard),), torch.nan)
+        into, out = together([x for x, _, _ in flat]), together([y for _, y, _ in flat])
+        logs = (2 * out.log() - into.log()).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        logs = logs.masked_fill(~torch.isfinite(into), torch.nan)
+        if all(len(unit) == 1 for unit in heard):
+            return logs.exp()
+        parts = iter(logs.split([len(unit) for unit in heard if unit]))
+        return together([next(parts).mean().exp() if unit else torch.tensor(torch.nan) for unit in heard])
 
     def detach(self) -> None:
         """Unhook."""
         _remove(self._handles)
+
+
+def _mean(before: tuple[Tensor, Tensor, int], into: Tensor, out: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The sizes of one forward more: the RMS over all inputs, the mean of roots over all outputs."""
+    times = before[2] + 1
+    square = before[0].square().mul_(times - 1).add_(into.square())
+    return square.div_(times).sqrt_(), before[1] + (out - before[1]) / times, times
 
 
 def _listen(sensor: GradientSNR, key: int) -> Callable[[Tensor], None]:

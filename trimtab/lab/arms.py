@@ -3,7 +3,7 @@
 
 An arm is settings laid over a suite's, and sometimes a selection made from another arm's run:
 
-    references     high, low everywhere; plain: not converted at all
+    references     high, low everywhere; clean: low without the injected faults; plain: not converted at all
     control        gnmr (the suite's policy), with and without its parts; other detectors, thresholded and with the
                    whole budget in every step (`-full`)
     who else       random units at another arm's own count per step; round-robin; the largest norms; oracle
@@ -13,7 +13,7 @@ An arm is settings laid over a suite's, and sometimes a selection made from anot
 
 Everything an arm does is a setting of `trimtab train` or a selection of `trimtab.control`, so each can be used alone.
 Arms of one seed see the same batches, begin with the same weights and keep the suite's budget; an arm that names a
-preset starts the policy anew but for that budget.
+preset starts the policy anew but for that budget and the warm-up that the suite asks for.
 """
 
 import math
@@ -60,10 +60,11 @@ class Arm:
             merged[table] = {**settings.get(table, {}), **self.settings.get(table, {})}
         if merged.get("recipe") == "none":
             merged["recipe_options"] = {}
-        own = self.settings.get("policy", {})
+        own, suite = self.settings.get("policy", {}), settings.get("policy", {})
         if "preset" in own:
-            budget = Config.from_dict({"policy": settings.get("policy", {})}).build_policy().max_high
-            merged["policy"] = {"max_high": budget, **own}
+            budget = Config.from_dict({"policy": suite}).build_policy().max_high
+            kept = {key: suite[key] for key in ("warmup", "warmup_steps") if key in suite}
+            merged["policy"] = {"max_high": budget, **kept, **own}
         return merged
 
     def selection(self, done: Mapping[str, Path], seed: int) -> Selection | None:
@@ -161,6 +162,11 @@ def _arms() -> list[Arm]:
     arms = [
         Arm("high", "every unit on its high path: what is possible", {"mode": "observe", "path": "high"}),
         Arm("low", "every unit on its low path: what is lost", LOW),
+        Arm(
+            "clean",
+            "low everywhere without the faults: what a perfect repair reaches",
+            {**LOW, "faults": ""},
+        ),
         Arm("plain", "not converted at all", {"recipe": "none", "mode": "observe", "path": "plan", "faults": ""}),
         Arm("gnmr", own, ACT),
         Arm("gnmr-no-jump", f"{own} without the jump term", {**ACT, "policy": {"beta": None}}),
@@ -168,7 +174,7 @@ def _arms() -> list[Arm]:
         Arm("steady", "the preset steady: a history without spikes, growing locks", {**ACT, "policy": STEADY}),
         Arm(
             "steady-replay",
-            "steady after 80 steps of watching, 10 % of the units at most; a batch of high risk is run again",
+            "the preset steady, 10 % of the units at most; a batch of high risk is run again",
             {**ACT, "policy": STEADY_REPLAY},
         ),
         Arm(
@@ -245,7 +251,7 @@ def _detector(name: str, full: bool) -> dict[str, Any]:
 
 
 STEADY = {"preset": "steady"}
-STEADY_REPLAY = {**STEADY, "replay_step": 2.0, "max_high": 0.1, "warmup": "monitor", "warmup_steps": 80}
+STEADY_REPLAY = {**STEADY, "replay_step": 2.0, "max_high": 0.1}
 SECONDHAND = {"preset": "secondhand", "max_high": 0.01}
 
 ARMS: dict[str, Arm] = {arm.name: arm for arm in _arms()}

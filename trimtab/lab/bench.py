@@ -3,15 +3,16 @@
 
     DIR/<cell>/<arm>/<seed>/     a run folder as any other (`trimtab report`, `trimtab replay` read it), and done.json
     DIR/bench.json               everything: settings, seeds, versions, each run's scores, means with intervals
-    DIR/report.html              the same to look at, offline
+    DIR/report.html              the same to look at, offline (`write_bench_page`, which needs plotly)
 
     tasks(...)        what is to be run, in order: cell, seed, arm; an arm comes after the one it is measured by
     run_task(...)     one run, unless its done.json says that it was run before
     run_bench(...)    both, then what `gather` makes of the folders
 
-Arms of one seed share weights, data order and faults, so they are compared seed by seed (`intervals`). `high` and
-`low` are always run: every gap is the one between them. A run whose gradients or weights stop being finite has *died*:
-that is a result, it is kept, and its losses are missing from the means, which say how many runs they are over.
+Arms of one seed share weights, data order and faults, so they are compared seed by seed (`intervals`). `low` and the
+cell's `top` (`high`, or `clean` where faults are injected) are always run: every gap is the one between them. A run
+whose gradients or weights stop being finite has *died*: that is a result, it is kept, and its losses are missing from
+the means, which say how many runs they are over.
 """
 
 import dataclasses
@@ -36,8 +37,6 @@ from trimtab.lab.run import Silent, Watcher
 from trimtab.lab.suites import Cell, Suite, merged
 
 DONE = "done.json"
-ENDS = ("high", "low")
-"""The arms between which every gap lies."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def tasks(
 
 
 def arms_of(suite: Suite, cell: Cell, asked: Sequence[str] | None) -> list[Arm]:
-    """The arms of a cell: those asked for or the suite's own, `high` and `low`, and whatever they come after."""
+    """The arms of a cell: those asked for or the suite's own, its two ends, and whatever they come after."""
     elsewhere = {name for other in suite.cells for name in other.variants} - set(cell.variants)
     ordered: dict[str, Arm] = {}
 
@@ -106,7 +105,7 @@ def arms_of(suite: Suite, cell: Cell, asked: Sequence[str] | None) -> list[Arm]:
                 add(arm.after)
             ordered[name] = arm
 
-    for name in (*ENDS, *(suite.arms_of(cell) if asked is None else asked)):
+    for name in (cell.top, "low", *(suite.arms_of(cell) if asked is None else asked)):
         if name not in elsewhere:
             add(name)
     return list(ordered.values())
@@ -159,7 +158,7 @@ def run_bench(
     watch: Watch = lambda task: nullcontext(Silent()),
     told: Told = lambda number, total, task, outcome: None,
 ) -> dict[str, Any]:
-    """Run a suite into a folder, write bench.json and report.html there, and return what bench.json holds.
+    """Run a suite into a folder, write bench.json there, and return what it holds.
 
     Args:
         given: settings for every run, as `trimtab train` takes them; they win over the suite's.
@@ -168,7 +167,6 @@ def run_bench(
         told: called after each task with its number, their total, the task and how it ended.
     """
     from trimtab.lab.gather import gather  # reads folders, which is not needed to run
-    from trimtab.report.bench import write_bench_page
 
     out, given = Path(out), dict(given or {})
     todo = tasks(suite, out, seeds=seeds, arms=arms, given=given)
@@ -178,7 +176,6 @@ def run_bench(
     result = gather(suite, todo, command=command, given=given)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
-    write_bench_page(result, out / "report.html")
     return result
 
 

@@ -6,9 +6,9 @@ Per cell and arm: each run's scores, their mean and 95 % interval over seeds, an
     vs_low       arm minus low: does it help at all?
     vs_random    arm minus random units at its own count per step: does its *choice* help?
 
-The gap closed, (low - arm) / (low - high), is taken seed by seed. Where low and high lie close together its mean is
-noise over noise, so two more numbers stand beside it: `damage`, the paired interval of low minus high, which says
-whether there is a gap at all, and `gap_pooled`, the same ratio of the means.
+The gap closed, (low - arm) / (low - top), is taken seed by seed; `top` is `high`, or `clean` where faults are injected.
+Where low and top lie close together its mean is noise over noise, so two more numbers stand beside it: `damage`, the
+paired interval of low minus top, which says whether there is a gap at all, and `gap_pooled`, the ratio of the means.
 
 A sweep over learning rates also has, per line and arm,
 
@@ -82,9 +82,9 @@ def _cell(suite: Suite, cell: Cell, mine: Sequence[Task]) -> dict[str, Any]:
         scores.setdefault(task.arm.name, {})[task.seed] = found
     for runs in scores.values():
         for seed, found in runs.items():
-            low, high = scores["low"][seed], scores["high"][seed]
+            low, top = scores["low"][seed], scores[cell.top][seed]
             for path, gap in (("eval_high", "gap"), ("eval_low", "gap_low")):
-                found[gap] = gap_closed(found[path], low[path], high[path])
+                found[gap] = gap_closed(found[path], low[path], top[path])
     losses = {arm: column(runs, "eval_high") for arm, runs in scores.items()}
     after = {task.arm.name: task.arm.after for task in mine}
     arms = {}
@@ -97,13 +97,17 @@ def _cell(suite: Suite, cell: Cell, mine: Sequence[Task]) -> dict[str, Any]:
             "vs_low": None if arm == "low" else paired(losses[arm], losses["low"]).to_dict(),
             "vs_random": None if rival is None else paired(losses[arm], losses[rival]).to_dict(),
             "random": rival,
-            "gap_pooled": _pooled(losses, arm),
+            "gap_pooled": _pooled(losses, arm, cell.top),
         }
-    damage = paired(losses["low"], losses["high"])
+    damage = paired(losses["low"], losses[cell.top])
+    struck = next(
+        task.folder for task in mine if task.arm.name == "low"
+    )  # not every arm is: `clean` and `plain` are not
     return {
         "name": cell.name,
+        "top": cell.top,
         "settings": dict(mine[0].settings) | {"seed": None, "faults": None},
-        "windows": [list(w) for w in known_faults(read_run(mine[0].folder, with_trace=False).config)],
+        "windows": [list(w) for w in known_faults(read_run(struck, with_trace=False).config)],
         "faults": {str(task.seed): task.settings.get("faults", "") for task in mine},
         "axis": None if cell.axis is None else list(cell.axis),
         "group": cell.group,
@@ -130,9 +134,9 @@ def column(runs: Mapping[int, Scores], name: str) -> dict[int, float | None]:
     return {seed: found[name] for seed, found in runs.items()}
 
 
-def _pooled(losses: Mapping[str, Mapping[int, float | None]], arm: str) -> float | None:
+def _pooled(losses: Mapping[str, Mapping[int, float | None]], arm: str, top: str) -> float | None:
     """The gap closed by means instead of seed by seed, over the seeds that all three finished."""
-    columns = [losses[name] for name in (arm, "low", "high")]
+    columns = [losses[name] for name in (arm, "low", top)]
     whole = [seed for seed in columns[0] if all(c.get(seed) is not None for c in columns)]
     means: list[Interval] = [interval(c[seed] for seed in whole) for c in columns]
     return gap_closed(*(m.mean for m in means)) if whole else None

@@ -49,7 +49,11 @@ METRICS: dict[str, Metric] = {
     "eval_high": Metric("held-out", "loss", "held-out loss on the high path"),
     "eval_low": Metric("on low", "loss", "held-out loss on the low path"),
     "loss": Metric("training", "loss", f"mean training loss of the last {LAST} steps"),
-    "gap": Metric("gap closed", "share", "(low - arm) / (low - high), held-out loss on the high path, per seed"),
+    "gap": Metric(
+        "gap closed",
+        "share",
+        "(low - arm) / (low - top), held-out loss on the high path, per seed; top: see the cell",
+    ),
     "gap_low": Metric("gap on low", "share", "the same on the low path"),
     "promotion_ratio": Metric("promoted", "share", "unit-steps that ran high"),
     "hit_maxO": Metric("hit maxO", "share", "steps with the budget full"),

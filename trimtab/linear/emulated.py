@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry a path out with ordinary matrix products: quantize, dequantize, multiply.
 
-One autograd function runs the three GEMMs of a linear as its `Path` says. The path chosen in forward travels
-in the autograd context, so a backward always belongs to its forward, whatever the switch says by then.
+The three GEMMs of a linear as its `Path` says, on any device; `gemms.py` calls them.
 
 - What backward needs of x is quantized in forward and saved in that form (dequantized values, in the type of
   x: emulation saves accuracy questions, not memory). The weight is quantized once where two roles agree.
@@ -11,16 +10,13 @@ in the autograd context, so a backward always belongs to its forward, whatever t
   ones, so there the rounded operands are multiplied in FP32 and the result is rounded, which is also what a
   GPU's FP32 accumulation does up to the order of the sum. FP8 hardware may accumulate in fewer bits (about 14
   on Hopper): the emulation is slightly better than that.
-- A watched call (`call.shadow`) runs the same operands through the high path too and reports both results. The
-  reference starts from the gradient as it came in, before any fault, and feeds no history.
-- The bias gradient is exact. Gradients are computed only where they are needed. There is no double backward.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from trimtab.linear.casts import apply_cast
 from trimtab.linear.hadamard import rotate, unrotate
@@ -103,87 +99,64 @@ class Saved(NamedTuple):
     mask_w: Tensor | None
 
 
-class SwitchedGemms(torch.autograd.Function):
-    """A linear whose three GEMMs follow `call.path`. Autocast is off in here: the caller has cast already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, grad_enabled: bool) -> Tensor:
-        need_x, need_w = (grad_enabled and need for need in ctx.needs_input_grad[:2])
-        y, saved = _output(call, x, weight, bias, need_x, need_w)
-        y = y if call.fault is None else call.fault.output(y)
-        ctx.call, ctx.x_shape = call, x.shape
-        if call.shadow is None:
-            ctx.save_for_backward(*saved)
-            return y
-        wanted, kept = _output(call.shadow, x, weight, bias, need_x, need_w)
-        ctx.save_for_backward(*saved, *kept)
-        call.report("output", y, wanted)  # type: ignore[misc]  # comes with the shadow
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]  # the decorator hides the names
-        (grad,) = grads
-        with torch.autocast(grad.device.type, enabled=False):
-            return *_gradients(ctx, grad), None, None
+KEPT = len(Saved._fields)
 
 
-def _output(
+def output(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, need_x: bool, need_w: bool
 ) -> tuple[Tensor, Saved]:
-    """The forward of a path, and what its backward needs."""
-    path, prepared = call.path, _Prepared(call)
+    """The result of a path, and what its backward needs."""
+    prepared = _Prepared(call)
+    return _output(prepared, x, weight, bias), _saved(prepared, x, weight, need_x, need_w)
+
+
+def keep(call: Call, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> Saved:
+    """What the backward of a forward needs, made again from its operands."""
+    return _saved(_Prepared(call), x, weight, need_x, need_w)
+
+
+def gradients(
+    call: Call, g: Tensor, kept: Sequence[Tensor | None], x_shape: torch.Size, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and weight, where they are needed, from that of the output as a matrix."""
+    prepared, saved = _Prepared(call), Saved(*kept)
+    return (
+        _grad_input(prepared, g, saved, x_shape) if need_x else None,
+        _grad_weight(prepared, g, saved, x_shape) if need_w else None,
+    )
+
+
+def _output(prepared: _Prepared, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    call = prepared.call
+    if call.path.output is None:
+        return nn.functional.linear(x, weight, bias)
+    a, _ = prepared.get("output", "input", _matrix(x))
+    b, _ = prepared.get("output", "weight", weight)
+    if call.path.output.result is None:
+        y = _linear(a, b, bias)
+    else:
+        y = _finish(call, "output", _linear(a, b, None))
+        y = y if bias is None else y + bias
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _saved(prepared: _Prepared, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> Saved:
+    path, chained = prepared.call.path, _chained(prepared.call)
     saved_x, saved_w = (x if need_w else None), (weight if need_x else None)
     mask_x = mask_w = None
-    chained = _chained(call)
-    if path.output is None:
-        y = nn.functional.linear(x, weight, bias)
-    else:
-        a, mask_x = prepared.get("output", "input", _matrix(x))
-        b, mask_w = prepared.get("output", "weight", weight)
-        if path.output.result is None:
-            y = _linear(a, b, bias)
-        else:
-            y = _finish(call, "output", _linear(a, b, None))
-            y = y if bias is None else y + bias
-        y = y.reshape(*x.shape[:-1], weight.shape[0])
-        if chained and need_w and path.grad_weight is not None:
-            saved_x = a
-        if chained and need_x and path.grad_input is not None:
-            saved_w = b
-    if not chained and need_w and path.grad_weight is not None:
-        saved_x = prepared.get("grad_weight", "input", _matrix(x))[0]
-    if not chained and need_x and path.grad_input is not None:
-        saved_w = prepared.get("grad_input", "weight", weight)[0]
-    return y, Saved(saved_x, saved_w, mask_x if chained and need_x else None, mask_w if chained and need_w else None)
+    role_x, role_w = ("output", "output") if chained else ("grad_weight", "grad_input")
+    if need_w and path.grad_weight is not None:
+        saved_x, _ = prepared.get(role_x, "input", _matrix(x))
+    if need_x and path.grad_input is not None:
+        saved_w, _ = prepared.get(role_w, "weight", weight)
+    if chained:
+        mask_x = prepared.get("output", "input", _matrix(x))[1] if need_x else None
+        mask_w = prepared.get("output", "weight", weight)[1] if need_w else None
+    return Saved(saved_x, saved_w, mask_x, mask_w)
 
 
 def _chained(call: Call) -> bool:
     return call.path.chained and call.path.output is not None
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    call: Call = ctx.call
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    tensors = ctx.saved_tensors  # once: checkpointing unpacks only once
-    saved, kept = Saved(*tensors[:4]), tensors[4:]
-    came = grad
-    if call.fault is not None:
-        grad = call.fault.grad_output(grad)
-    g = _matrix(grad)
-    call.observe("grad_output", g)
-    prepared = _Prepared(call)
-    grad_x = _grad_input(prepared, g, saved, ctx.x_shape) if need_x else None
-    grad_w = _grad_weight(prepared, g, saved, ctx.x_shape) if need_w else None
-    if call.fault is not None and grad_w is not None:
-        grad_w = call.fault.grad_weight(grad_w)
-    if call.shadow is not None and call.report is not None:
-        true, high, wanted = _matrix(came), Saved(*kept), _Prepared(call.shadow)
-        if grad_x is not None:
-            call.report("grad_input", grad_x, _grad_input(wanted, true, high, ctx.x_shape))
-        if grad_w is not None:
-            call.report("grad_weight", grad_w, _grad_weight(wanted, true, high, ctx.x_shape))
-    return grad_x, grad_w, g.sum(0) if need_b else None
 
 
 def _grad_input(prepared: _Prepared, g: Tensor, saved: Saved, x_shape: torch.Size) -> Tensor:

@@ -15,11 +15,14 @@ change only between optimizer steps; delayed scales and random numbers are then 
 A plain path is exactly `F.linear(x, self.weight, self.bias)`: same kernel, same bits, same autocast. Any other
 path does to its inputs what autocast would do, then runs `SwitchedGemms` with autocast off.
 
+Under `torch.compile` the module is one opaque operator that does all this when it runs (`opaque.py`): a switch that a
+compiled region could see would recompile it.
+
 Where a module carries a `watch`, its low path also computes what the high path would have given for the same operands
 and reports how far apart they are. That costs the linear once more and changes no number of the run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
-from trimtab.linear.emulated import SwitchedGemms
+from trimtab.linear.gemms import SwitchedGemms
+from trimtab.linear.opaque import Calls, enroll, linear
 from trimtab.linear.paths import Recipe
 from trimtab.linear.state import Call, Fault, PathState, Watch
 from trimtab.modules import in_backward
@@ -42,28 +46,38 @@ class SwitchLinear(nn.Linear):
     recipe: Recipe
     fqn: str
     """Path of the module in the model that was converted: the key of its path state, and its random seed."""
+    real: bool
+    """Whether quantized paths run on real kernels (`real.py`) or are emulated."""
     memory: PathState
     fault: Fault | None
     """Damages the low path on purpose (see `Fault`); None costs nothing."""
     watch: Watch | None
     """Is told how far the low path is from the high one in training (see `Watch`); None costs nothing."""
     _last: Call | None
+    number: Tensor
+    """How the operator of a compiled region finds this module (`opaque.py`)."""
+    calls: Calls
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TrimtabError("a SwitchLinear is made from an nn.Linear inside a model: use convert_(model, recipe)")
 
-    def attach(self, switch: Switch, recipe: Recipe, fqn: str) -> None:
+    def attach(self, switch: Switch, recipe: Recipe, fqn: str, *, real: bool = False) -> None:
         """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
-        self.switch, self.recipe, self.fqn = switch, recipe, fqn
+        self.switch, self.recipe, self.fqn, self.real = switch, recipe, fqn, real
         self.memory, self.fault, self.watch, self._last = PathState(recipe), None, None, None
+        self.number, self.calls = enroll(self), Calls()
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
-        for attribute in ("switch", "recipe", "fqn", "memory", "fault", "watch", "_last"):
+        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "_last", "number", "calls"):
             del self.__dict__[attribute]
 
     def forward(self, input: Tensor) -> Tensor:
-        call = self._call()
+        if torch.compiler.is_compiling():
+            x, weight, bias = _cast((input, self.weight, self.bias), _autocast_dtype(input))
+            self._check(x, weight)
+            return linear(x, weight, bias, self.number)[0]
+        call = self.begin()
         plain = call.path.is_plain and call.fault is None
         if plain and not self.memory.histories:
             return nn.functional.linear(input, self.weight, self.bias)
@@ -79,17 +93,17 @@ class SwitchLinear(nn.Linear):
         tensors = (input, self.weight, self.bias)
         if dtype is None:
             return self._low_precision(call, *tensors)
-        cast = (t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
         with torch.autocast(input.device.type, enabled=False):
-            return self._low_precision(call, *cast)
+            return self._low_precision(call, *_cast(tensors, dtype))
 
-    def _call(self) -> Call:
+    def begin(self) -> Call:
         """The call this forward belongs to: a new one, or in a recompute the one it repeats."""
         if self._last is not None and in_backward():
             return self._last
         high = self.switch.high
         path = self.recipe.high if high else self.recipe.low
-        call = Call(path, self.memory, self.fqn, fault=None if high else self.fault, record=self.training)
+        fault = None if high else self.fault
+        call = Call(path, self.memory, self.fqn, fault=fault, record=self.training, real=self.real)
         if path.random:
             call.draw = self.memory.draws
             self.memory.draws += self.training  # an evaluation must not move the training's random numbers
@@ -100,19 +114,28 @@ class SwitchLinear(nn.Linear):
         return call
 
     def _low_precision(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self._check(x, weight)
+        return SwitchedGemms.apply(x, weight, bias, call, torch.is_grad_enabled())  # type: ignore[return-value]
+
+    def _check(self, x: Tensor, weight: Tensor) -> None:
         if x.dtype != weight.dtype or x.shape[-1:] != weight.shape[1:]:
             raise TrimtabError(
                 f"the input of {self.fqn!r} must be {weight.dtype} with last dimension {weight.shape[1]}, got "
                 f"{x.dtype} of shape {tuple(x.shape)}: cast it, or use autocast"
             )
-        return SwitchedGemms.apply(x, weight, bias, call, torch.is_grad_enabled())  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         recipe = self.recipe
         return f"{super().extra_repr()}, unit={self.switch.name!r}, low={recipe.low.name}, high={recipe.high.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None, "watch": None}  # a copy starts outside any backward, and unwatched
+        # A copy starts outside any backward, unwatched, and under a number of its own.
+        dropped = ("number", "calls")
+        return {k: v for k, v in self.__dict__.items() if k not in dropped} | {"_last": None, "watch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number, self.calls = enroll(self), Calls()
 
 
 def _reporter(module: SwitchLinear, watch: Watch) -> Callable[[str, Tensor, Tensor], None]:
@@ -128,6 +151,11 @@ def _reporter(module: SwitchLinear, watch: Watch) -> Callable[[str, Tensor, Tens
         getattr(watch, role)(module, (low.float() - high).square().sum(), high.square().sum())
 
     return report
+
+
+def _cast(tensors: Iterable[Tensor | None], dtype: torch.dtype | None) -> Iterator[Any]:
+    """What autocast would do to the operands of a linear."""
+    return (t if t is None or dtype is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -141,9 +141,12 @@ class Call:
     fault: Fault | None = None
     record: bool = False
     """Whether amax values enter the history (training mode)."""
+    real: bool = False
+    """Whether real kernels carry it out (`real.py`)."""
     draw: int = 0
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same."""
+    """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same. On real
+    kernels also a measured one, which backward uses again."""
     shadow: "Call | None" = None
     """The same forward on the high path, where somebody watches; it shares the amaxes and changes no state."""
     report: Callable[[str, Tensor, Tensor], None] | None = None

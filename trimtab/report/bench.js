@@ -79,7 +79,7 @@ const drawers = {
   gap: cell => dots(cell, "gap", "share of the gap closed", [0, 1], true),
   sweep,
 };
-const EMPTY = { gap: "There is no gap in this cell: the paired interval of low minus high includes zero.", sweep: "This cell is not part of a sweep." };
+const EMPTY = { gap: "There is no gap in this cell: the paired interval of low minus the top of this cell includes zero.", sweep: "This cell is not part of a sweep." };
 const words = {};
 
 function draw() {

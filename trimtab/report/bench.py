@@ -6,8 +6,9 @@
 
 From top to bottom: what was run, four figures; for the chosen cell the loss of every arm, its paired difference to low
 and the gap it closed, with 95 % intervals, and the sweep it belongs to; then every number of every cell, what the
-numbers mean, and the facts. The gap is shown only where there is one: where the paired interval of low minus high
-includes zero, a share of it would be noise over noise, and the table says "no gap".
+numbers mean, and the facts. The gap is that between low and the cell's top (`high`, or `clean` where faults are
+injected). It is shown only where there is one: where the paired interval of low minus top includes zero, a share of it
+would be noise over noise, and the table says "no gap".
 
 Names come from somebody's command line, so nothing is trusted: text is escaped, data is JSON in which `<` cannot occur.
 """
@@ -29,7 +30,7 @@ OMITTED = ("eval_low", "loss", "gap_low", "nonfinite")
 """In bench.json only."""
 DETAILS = ("detected", "exceed_gnmr", "exceed_delta", "reruns", "extra_bytes_peak", "extra_bytes_bound", "peak_bytes")
 """On the page and not in a terminal, and so are the intervals of what is not quality."""
-ENDS = ("high", "low")
+ENDS = ("high", "low", "clean")
 PLUS_MINUS = "\u00b1"
 LIMITS = (
     "What this page cannot tell: intervals are Student's t over few seeds, 95 %, each on its own; among twenty of them "
@@ -148,7 +149,11 @@ def _figures(result: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
     clear = [cell for cell in cells if cell["damage"]["clear"]]
     died = sum(len(arm["died"]) for cell in cells for arm in cell["arms"].values())
     yield str(len(result["seeds"])), "seeds per arm", f"{plural(len(cells), 'cell')}"
-    yield f"{len(clear)} of {len(cells)}", "cells with a gap", "low worse than high, paired interval above zero"
+    yield (
+        f"{len(clear)} of {len(cells)}",
+        "cells with a gap",
+        "low worse than the best possible, paired interval above zero",
+    )
     lead = next((name for name in result["arms"] if name not in ENDS and not name.startswith("random")), None)
     gaps = [
         m for cell in clear if lead in cell["arms"] and (m := cell["arms"][lead]["stats"]["gap"]["mean"]) is not None
@@ -170,7 +175,11 @@ def _plots(result: Mapping[str, Any]) -> str:
     panels = [
         ("curves", "Training loss", "Mean over seeds of each arm; shaded where a fault was injected."),
         ("versus", "Held-out loss against low", "Paired difference to low, 95 %: left of zero is better."),
-        ("gap", "Gap closed", "Share of the loss between low (0) and high (1) that an arm wins back, 95 %."),
+        (
+            "gap",
+            "Gap closed",
+            "Share of the loss between low (0) and the cell's top (1) that an arm wins back, 95 %.",
+        ),
     ]
     if result["sweeps"]:
         panels.append(("sweep", "Across the sweep", "Every arm over the cells of this line."))
@@ -185,7 +194,11 @@ def _plots(result: Mapping[str, Any]) -> str:
 def _cell_table(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     heads, rows = table(cell, result["metrics"], brief=False)
     damage = cell["damage"]
-    says = "no run finished on both" if damage["mean"] is None else f"low minus high: {show('loss', damage['mean'])}"
+    says = (
+        "no run finished on both"
+        if damage["mean"] is None
+        else f"low minus {cell['top']}: {show('loss', damage['mean'])}"
+    )
     says += "" if damage["half"] is None else f" {PLUS_MINUS} {show('loss', damage['half'])}"
     head = "".join(f"<th{'' if i == 0 else ' class=n'}>{text(name)}</th>" for i, name in enumerate(heads))
     body = "".join(

@@ -35,8 +35,8 @@ FAITHFUL = Arm("faithful", {"mode": "observe", "path": "low"}, broken=False, not
 class ForgetfulLinear(SwitchLinear):
     """A linear whose recompute is plain, whatever its forward was."""
 
-    def _call(self) -> Call:
-        return Call(Path.plain(), self.memory, self.fqn) if in_backward() else super()._call()
+    def begin(self) -> Call:
+        return Call(Path.plain(), self.memory, self.fqn) if in_backward() else super().begin()
 
 
 class Reentrant(Block):
