@@ -21,6 +21,7 @@ from torch import nn
 
 from trimtab.control.units import Grouping, Switch, group, roots_of
 from trimtab.errors import NoEffectWarning, TrimtabError
+from trimtab.linear import real
 from trimtab.linear.linear import SwitchLinear, switch_linears
 from trimtab.linear.paths import Recipe
 from trimtab.linear.recipes import build
@@ -75,8 +76,8 @@ def convert_(
         unit: what switches together: `"linear"`, `"block"`, `"expert"`, or a list of name patterns.
         filter_fn: `filter_fn(module, fqn) -> bool`; False leaves that linear alone.
         head: the output head (a module or its path), where it is not found by itself.
-        backend: `"emulated"` quantizes and dequantizes around ordinary GEMMs and runs anywhere; `"auto"` is that on
-            CPU. Real low-precision kernels are not part of this version.
+        backend: `"emulated"` quantizes and dequantizes around ordinary GEMMs and runs anywhere; `"real"` uses the
+            GPU's FP8 units and refuses what they cannot take; `"auto"` is the first on CPU and the second on CUDA.
     """
     if not isinstance(recipe, Recipe):
         recipe = build(recipe)
@@ -88,7 +89,9 @@ def convert_(
     matched = {path for paths in units.values() for path in paths}
     covered = tuple(path for path in found if path in matched)
     skipped |= {path: "matches no unit pattern" for path in found if path not in matched}
-    report = ConvertReport(recipe, _backend(backend, [modules[p] for p in covered]), covered, skipped, units)
+    linears = {path: modules[path] for path in covered}
+    carried = _backend(backend, recipe, linears)  # type: ignore[arg-type]
+    report = ConvertReport(recipe, carried, covered, skipped, units)
     taken = {module.switch.name for module in switch_linears(model)} & set(units)
     if taken:
         raise TrimtabError(
@@ -107,7 +110,7 @@ def convert_(
             linear = modules[path]
             linear.__class__ = SwitchLinear
             assert isinstance(linear, SwitchLinear)
-            linear.attach(switch, recipe, path)
+            linear.attach(switch, recipe, path, real=carried == "real")
     return report
 
 
@@ -151,18 +154,20 @@ def _candidates(
     return found, skipped
 
 
-def _backend(backend: str, linears: list[nn.Module]) -> str:
-    """Check the backend against where the weights are; "emulated" is the only one there is."""
+def _backend(backend: str, recipe: Recipe, linears: dict[str, nn.Linear]) -> str:
+    """Emulated or real: by what was asked, where the weights are, and what the kernels can take."""
     if backend not in _BACKENDS:
         raise TrimtabError(f"backend must be one of {', '.join(_BACKENDS)}, got {backend!r}")
-    if backend == "real":
-        raise TrimtabError(
-            'backend="real" needs low-precision kernels, which this version does not have: use "emulated"'
-        )
-    devices = sorted({linear.weight.device.type for linear in linears} - {"cpu", "meta"})  # type: ignore[union-attr]
-    if backend == "auto" and devices:
-        raise TrimtabError(
-            f'backend="auto" means real kernels on {", ".join(devices)}, which this version does not have: '
-            'pass backend="emulated" (same numbers, no speed-up)'
-        )
-    return "emulated"
+    devices = {linear.weight.device for linear in linears.values()}
+    if backend == "emulated" or (backend == "auto" and all(device.type in ("cpu", "meta") for device in devices)):
+        return "emulated"
+    for path, linear in linears.items():
+        reason = real.lacks(linear.weight.device)
+        for way in (recipe.low, recipe.high):
+            reason = reason or real.why_not(way, linear)
+        if reason is not None:
+            raise TrimtabError(
+                f'backend="{backend}" means real kernels here, and {path!r} cannot run on them: {reason}. Pass '
+                'backend="emulated" (same numbers, no speed-up), or leave the linear out with filter_fn'
+            )
+    return "real"

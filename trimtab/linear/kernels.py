@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The usual cast as one Triton launch: scale by amax, round to nearest, scale back.
+"""Casts as single Triton launches: for the emulation (`amax_cast`), and into FP8 for real kernels (`cast_both`).
+
+The usual cast of the emulation is: scale by amax, round to nearest, scale back.
 
 `quantize.py` does this in about thirty launches, each over the whole tensor or a handful of scales: on a GPU the host
 cannot issue them as fast as they run. Here a row finds its own amax, or is given one, and is read and written once. The
@@ -10,7 +12,10 @@ together. Three things keep them equal:
 - dividing by a power of two is a multiplication by its reciprocal, which is exact and has its bits computed;
 - NaN is carried by hand, because a GPU's minimum and maximum drop it.
 
-Importing this file needs Triton; `quantize.py` imports it only then.
+`cast_both` reads a matrix once and writes it in FP8 as it is, transposed, or both: the two layouts that matrix products
+need (`real.py`). Its quotients are the same, so that what real kernels multiply is what the emulation multiplies.
+
+Importing this file needs Triton; `quantize.py` and `real.py` import it only then.
 """
 
 import math
@@ -116,3 +121,59 @@ def amax_cast(x: Tensor, fmt: Format, group: str, *, pow2_scale: bool, amax: Ten
             WIDTH=width, num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _both(
+    x_ptr, amax_ptr, rows_ptr, columns_ptr, scale_ptr, num_rows, num_columns, rows_pad, columns_pad, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, QMAX: tl.constexpr, POW2: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = _scale(tl.load(amax_ptr).to(tl.float32), QMAX, POW2)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(scale_ptr, scale)
+    y = tl.div_rn(x, tl.broadcast_to(scale, (HEIGHT, WIDTH)))
+    y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -QMAX), QMAX))
+    if ROWS:  # zeros fill the padding: what lies outside was loaded as zero
+        place = rows_ptr + row[:, None] * columns_pad + column[None, :]
+        tl.store(
+            place, y.to(rows_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < columns_pad)[None, :]
+        )
+    if COLUMNS:
+        place = columns_ptr + column[:, None] * rows_pad + row[None, :]
+        mask = (column < num_columns)[:, None] & (row < rows_pad)[None, :]
+        tl.store(place, tl.trans(y).to(columns_ptr.dtype.element_ty), mask=mask)
+
+
+def cast_both(
+    x: Tensor,  # (rows, columns)
+    fmt: Format,
+    dtype: torch.dtype,
+    amax: Tensor,
+    wanted: tuple[bool, bool],
+    *,
+    align: int,
+    pow2_scale: bool = False,
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """x in FP8 as it is, transposed, or both from one read, each with its scale; the last dimension padded with zeros.
+
+    Values beyond the scale saturate, NaN stays NaN, and a non-finite amax makes the scale NaN.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, num_columns = x.shape
+    rows_pad, columns_pad = (-(-size // align) * align for size in x.shape)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    rows = torch.empty((num_rows, columns_pad) if wanted[0] else (0, 0), dtype=dtype, device=x.device)
+    columns = torch.empty((num_columns, rows_pad) if wanted[1] else (0, 0), dtype=dtype, device=x.device)
+    height, width = (64, 64) if wanted[1] else (16, 256)
+    grid = (triton.cdiv(rows_pad if wanted[1] else num_rows, height), triton.cdiv(columns_pad, width))
+    with torch.cuda.device_of(x):
+        _both[grid](  # pyright: ignore[reportIndexIssue]
+            x, amax, rows, columns, scale, num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
+            ROWS=wanted[0], COLUMNS=wanted[1], QMAX=fmt.max, POW2=pow2_scale, HEIGHT=height, WIDTH=width, num_warps=4,
+        )  # fmt: skip
+    return (rows, scale) if wanted[0] else None, (columns, scale) if wanted[1] else None

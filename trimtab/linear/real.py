@@ -212,7 +212,9 @@ def _quantize(x: Tensor, cast: Cast, amax: Tensor, wanted: tuple[bool, bool]) ->
     if x.is_cuda and has_triton():
         from trimtab.linear import kernels
 
-        return kernels.cast_both(x, fmt, FLOAT8[fmt.name], amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale)  # type: ignore[return-value]
+        made = kernels.cast_both(x, fmt, FLOAT8[fmt.name], amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale)
+        rows, columns = (None if one is None else Operand(*one) for one in made)
+        return rows, columns
     scale = amax_scale(amax, fmt, pow2_scale=cast.pow2_scale)
     y = (x.float() / scale).clamp(-fmt.max, fmt.max).to(FLOAT8[fmt.name])
     rows = Operand(_padded(y), scale) if wanted[0] else None

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real FP8 products against their emulation: outputs and all gradients, scales, padding, shared casts, refusals.
+
+torch multiplies FP8 matrices on a CPU too, slowly: so the arithmetic around the kernels is held to the emulation here,
+and the kernels themselves where there is a GPU that has them.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import TrimtabError
+from trimtab.linear import RECIPES, convert_, real
+from trimtab.linear.linear import switch_linears
+from trimtab.linear.paths import Path, Recipe
+from trimtab.linear.recipes import hybrid_fp8
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs FP8 units")]),
+]
+FLOORS = {"output": 40.0, "input": 38.0, "weight": 38.0, "bias": 100.0}
+"""Least signal to noise against the emulation in dB, BF16: its own rounding, and the order and width of the sums."""
+
+
+def decibels(wanted: Tensor, got: Tensor) -> float:
+    wanted, got = wanted.double(), got.double()
+    error = (wanted - got).norm()
+    return math.inf if error == 0 else float(20 * torch.log10(wanted.norm() / error))
+
+
+def pair(
+    recipe: str | Recipe = "fp8", *, device: str = "cpu", bias: bool = True, sizes=(96, 160)
+) -> list[nn.Sequential]:
+    """The same linear twice: emulated, and real."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(*sizes, bias=bias)).to(device, torch.bfloat16)
+    made = [copy.deepcopy(plain) for _ in range(2)]
+    for model in made:
+        convert_(model, recipe, backend="emulated")
+    for linear in switch_linears(made[1]):
+        linear.real = True
+    return made
+
+
+def run(model: nn.Module, x: Tensor, grad: Tensor | None = None) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.ones_like(y) if grad is None else grad)
+    found = {"output": y.detach(), "input": x.grad}
+    for name, parameter in model.named_parameters():
+        found[name.rpartition(".")[2]] = parameter.grad.clone()
+        parameter.grad = None
+    return found
+
+
+def data(device: str, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [(210,), (2, 64), (1,), (3, 5, 7)])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+def test_outputs_and_all_gradients_are_those_of_the_emulation(recipe, tokens, device):
+    emulated, actual = pair(recipe, device=device)
+    for turn in range(3):  # delayed scales come from the steps before
+        x, grad = data(device, *tokens, 96, seed=turn), data(device, *tokens, 160, seed=10 + turn)
+        wanted, got = run(emulated, x, grad), run(actual, x, grad)
+        assert got.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert got[name].shape == tensor.shape
+            assert got[name].dtype == tensor.dtype
+            assert decibels(tensor, got[name]) > FLOORS[name], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("roles", [("output",), ("grad_input",), ("grad_weight",), ("output", "grad_weight")])
+def test_a_role_that_is_not_quantized_is_the_plain_product(roles, device):
+    recipe = Recipe(hybrid_fp8(), Path.plain(), name="fp8").only(*roles)
+    emulated, actual = pair(recipe, device=device)
+    x, grad = data(device, 64, 96), data(device, 64, 160)
+    wanted, got = run(emulated, x, grad), run(actual, x, grad)
+    for name, role in (("output", "output"), ("input", "grad_input"), ("weight", "grad_weight")):
+        if role in roles:
+            assert decibels(wanted[name], got[name]) > FLOORS[name]
+        else:
+            assert torch.equal(wanted[name], got[name])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frozen_weight_or_input_gets_no_gradient_and_the_others_are_right(device):
+    emulated, actual = pair(device=device, bias=False)
+    for model in (emulated, actual):
+        model[0].weight.requires_grad_(False)
+    x = data(device, 32, 96)
+    found = []
+    for model in (emulated, actual):
+        given = x.clone().requires_grad_()
+        model(given).sum().backward()
+        assert model[0].weight.grad is None
+        found.append(given.grad)
+    assert decibels(*found) > FLOORS["input"]
+    for model in (emulated, actual):
+        model[0].weight.requires_grad_(True)
+        model(x).sum().backward()
+    assert decibels(emulated[0].weight.grad, actual[0].weight.grad) > FLOORS["weight"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_stays_visible(bad, device):
+    _, actual = pair(device=device)
+    x = data(device, 32, 96)
+    x[3, 5] = bad
+    assert not run(actual, x)["output"].isfinite().any()
+    grad = data(device, 32, 160)
+    grad[0, 0] = bad
+    found = run(actual, data(device, 32, 96), grad)
+    assert not found["input"].isfinite().any()
+    assert not found["weight"].isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_give_zeros(device):
+    _, actual = pair(device=device, bias=False)
+    found = run(actual, torch.zeros(16, 96, device=device, dtype=torch.bfloat16))
+    assert not found["output"].any()
+    assert not found["weight"].any()
+
+
+def test_linears_that_share_an_input_cast_it_once(monkeypatch):
+    torch.manual_seed(0)
+    q, k = (pair(bias=False)[1][0] for _ in range(2))
+    other = pair("fp8_delayed", bias=False)[1][0]
+    seen = []
+    plain = real._quantize
+    monkeypatch.setattr(real, "_quantize", lambda x, *rest: seen.append(tuple(x.shape)) or plain(x, *rest))
+    x = data("cpu", 32, 96).requires_grad_()
+    y = q(x) + k(x)
+    assert seen.count((32, 96)) == 1
+    x.data.add_(1)  # another content
+    with torch.no_grad():
+        x.add_(1)
+    q(x)
+    assert seen.count((32, 96)) == 2
+    other(x)  # remembered scales are its own
+    assert seen.count((32, 96)) == 3
+    seen.clear()
+    x = data("cpu", 32, 96)
+    y = q(x) + k(x)
+    y.sum().backward()
+    assert seen.count((32, 96)) == 2  # once as it is, once transposed
+    assert seen.count((32, 160)) == 2  # each gradient is its own tensor
+
+
+def test_a_shared_cast_keeps_no_tensor_alive():
+    import gc
+    import weakref
+
+    q = pair(bias=False)[1][0]
+    x = data("cpu", 32, 96)
+    alive = weakref.ref(x)
+    with torch.no_grad():
+        q(x)
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fault_strikes_real_kernels_as_it_strikes_the_emulation(device):
+    from trimtab.lab.faults import Faults
+
+    for kind in ("grad_scale", "output_scale", "stale_scale"):
+        emulated, actual = pair(device=device)
+        for model in (emulated, actual):
+            Faults(model, f"0:{kind}:start=1").at(1)
+        x, grad = data(device, 64, 96), data(device, 64, 160)
+        wanted, got = run(emulated, x, grad), run(actual, x, grad)
+        for name in ("output", "input", "weight"):
+            assert decibels(wanted[name], got[name]) > 30, (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "reason"),
+    [
+        ("fp8", (90, 160), "in_features must be a multiple of 16, got 90"),
+        ("fp8", (96, 150), "out_features must be a multiple of 16, got 150"),
+        ("fp4", (96, 160), "rounds its results"),
+        ("mxfp4", (96, 160), "rotates"),
+        ("saved4", (96, 160), "one side only"),
+    ],
+)
+def test_what_a_kernel_cannot_take_is_said_with_rule_and_value(recipe, sizes, reason):
+    found = real.why_not(RECIPES[recipe].low, nn.Linear(*sizes))
+    assert found is not None
+    assert reason in found
+    assert real.why_not(RECIPES["fp8"].low, nn.Linear(96, 160)) is None
+
+
+def test_a_cpu_has_no_such_kernels():
+    with pytest.raises(TrimtabError, match=r"'0' cannot run on them: real kernels need a CUDA device, got cpu"):
+        convert_(nn.Sequential(nn.Linear(96, 160)), "fp8", backend="real")
+    assert convert_(nn.Sequential(nn.Linear(96, 160)), "fp8").backend == "emulated"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs FP8 units")
+@pytest.mark.parametrize("shape", [(64, 64), (100, 48), (1, 16), (513, 4096), (17, 33)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_one_launch_writes_both_layouts_with_the_bits_of_the_torch_operations(name, dtype, shape):
+    from trimtab.linear import kernels
+    from trimtab.linear.formats import FORMATS
+    from trimtab.linear.paths import Cast
+
+    x = torch.randn(shape).to(dtype)
+    amax = torch.linalg.vector_norm(x, torch.inf).float()
+    wanted = real._quantize(x, Cast(name, "tensor"), amax, (True, True))
+    for ask in ((True, True), (True, False), (False, True)):
+        got = kernels.cast_both(x.cuda(), FORMATS[name], real.FLOAT8[name], amax.cuda(), ask, align=real.ALIGN)
+        for one, other, asked in zip(wanted, got, ask, strict=True):
+            assert (other is not None) == asked
+            if one is not None and other is not None:
+                assert torch.equal(one.data.view(torch.uint8), other[0].cpu().view(torch.uint8))
+                assert torch.equal(one.scale, other[1].cpu())
