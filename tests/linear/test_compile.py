@@ -3,6 +3,7 @@
 ever compiled again because a switch moved."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import trimtab
 from trimtab.control.gaps import Gap
 from trimtab.control.units import find_units
-from trimtab.errors import TrimtabError
 from trimtab.linear import RECIPES, convert_, revert_
 from trimtab.linear.linear import SwitchLinear, switch_linears
-from trimtab.linear.opaque import PENDING
 
 pytestmark = [  # torch's own, while it compiles
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -221,13 +220,24 @@ def test_a_fault_reaches_a_compiled_model() -> None:
     assert not torch.equal(before[0], step(made)[0])
 
 
-def test_more_pending_forwards_than_are_remembered_are_refused() -> None:
-    made = compiled(model("fp8", 1))
-    first = made(x())
-    for _ in range(PENDING):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_call_is_forgotten_with_its_graph(backend: str) -> None:
+    made = compiled(model("fp8", 1), backend=backend)
+    linears = list(switch_linears(made))
+
+    def remembered() -> list[int]:
+        gc.collect()
+        return [len(linear.calls) for linear in linears]
+
+    first, second = made(x()), made(x())
+    assert remembered() == [2, 2]
+    first.sum().backward()
+    assert remembered() == [1, 1]
+    del second  # dropped without a backward
+    assert remembered() == [0, 0]
+    with torch.no_grad():
         made(x())
-    with pytest.raises(TrimtabError, match="at most 256 forwards of a linear may wait"):
-        first.sum().backward()
+    assert remembered() == [0, 0]
 
 
 def test_a_wrong_input_is_refused_by_name() -> None:

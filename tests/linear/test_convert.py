@@ -198,8 +198,11 @@ def test_no_match_warns_with_what_was_seen():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"recipe": "fp9"}, r"saved4, fp8, fp8_delayed, fp8_block, fp6, fp4, int8, mxfp4, nvfp4.*did you mean"),
-        ({"recipe": "fp8", "backend": "real"}, "real kernels need a CUDA device, got cpu"),
+        (
+            {"recipe": "fp9"},
+            r"saved4, fp8, fp8_delayed, fp8_row, fp8_block, .*, nvfp4.*did you mean",
+        ),
+        ({"recipe": "fp8", "backend": "real"}, "means real kernels here, and .* cannot run on them"),
         ({"recipe": "fp8", "backend": "cuda"}, "auto, emulated, real"),
         ({"recipe": "fp8", "unit": "layer"}, '"linear", "block", "expert"'),
         ({"recipe": "fp8", "head": "nowhere"}, "path of a module"),
@@ -255,7 +258,7 @@ def test_deepcopy_before_conversion_shares_nothing():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_auto_means_real_kernels_and_names_the_remedy_where_there_is_none():
-    assert convert_(Model().cuda(), "fp8").backend == "real"
+    assert convert_(nn.Sequential(nn.Linear(32, 64)).cuda(), "fp8").backend == "real"
     model = Model().cuda()
     with pytest.raises(TrimtabError, match='backend="emulated"'):
         convert_(model, "fp4")

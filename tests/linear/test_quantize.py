@@ -282,7 +282,7 @@ def test_stochastic_rounding_repeats_with_its_generator_and_keeps_grid_points_an
     ("arguments", "message"),
     [
         ({"fmt": "e9m9"}, "e2m1, e3m2, e2m3, e4m3, e5m2, int8, int4"),
-        ({"fmt": "e2m1", "group": "column"}, '"tensor", "token"'),
+        ({"fmt": "e2m1", "group": "diagonal"}, '"tensor", "token"'),
         ({"fmt": "e2m1", "group": (0, 4)}, "two positive ints"),
         ({"fmt": "e2m1", "rounding": "up"}, '"nearest" or "stochastic"'),
     ],

@@ -16,6 +16,7 @@ from trimtab.errors import TrimtabError
 from trimtab.linear import RECIPES, convert_, real
 from trimtab.linear.linear import switch_linears
 from trimtab.linear.paths import Path, Recipe
+from trimtab.linear.quantize import group_amax
 from trimtab.linear.recipes import hybrid_fp8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -64,7 +65,7 @@ def data(device: str, *shape: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [(210,), (2, 64), (1,), (3, 5, 7)])
-@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_row", "int8"])
 def test_outputs_and_all_gradients_are_those_of_the_emulation(recipe, tokens, device):
     emulated, actual = pair(recipe, device=device)
     for turn in range(3):  # delayed scales come from the steps before
@@ -192,14 +193,19 @@ def test_a_fault_strikes_real_kernels_as_it_strikes_the_emulation(device):
         ("fp8", (96, 150), "out_features must be a multiple of 16, got 150"),
         ("fp4", (96, 160), "rounds its results"),
         ("mxfp4", (96, 160), "rotates"),
-        ("saved4", (96, 160), "one side only"),
+        ("fp8_block", (96, 160), "there is no kernel for e4m3 with a scale per (1, 128) in output of fp8-block"),
     ],
 )
 def test_what_a_kernel_cannot_take_is_said_with_rule_and_value(recipe, sizes, reason):
     found = real.why_not(RECIPES[recipe].low, nn.Linear(*sizes))
     assert found is not None
     assert reason in found
-    assert real.why_not(RECIPES["fp8"].low, nn.Linear(96, 160)) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_delayed", "fp8_row", "int8"])
+def test_only_the_device_is_missing_for_these(name):
+    assert real.why_not(RECIPES[name].low, nn.Linear(96, 160)) == "real kernels need a CUDA device, got cpu"
+    assert real.why_not(RECIPES["saved4"].low, nn.Linear(97, 3)) is None  # packing needs nothing
 
 
 def test_a_cpu_has_no_such_kernels():
@@ -212,17 +218,19 @@ def test_a_cpu_has_no_such_kernels():
 @pytest.mark.skipif(not HOPPER, reason="needs FP8 units")
 @pytest.mark.parametrize("shape", [(64, 64), (100, 48), (1, 16), (513, 4096), (17, 33)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_one_launch_writes_both_layouts_with_the_bits_of_the_torch_operations(name, dtype, shape):
+@pytest.mark.parametrize("per", ["tensor", "token", "column"])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "int8"])
+def test_one_launch_writes_both_layouts_with_the_bits_of_the_torch_operations(name, per, dtype, shape):
     from trimtab.linear import kernels
     from trimtab.linear.formats import FORMATS
     from trimtab.linear.paths import Cast
 
     x = torch.randn(shape).to(dtype)
-    amax = torch.linalg.vector_norm(x, torch.inf).float()
-    wanted = real._quantize(x, Cast(name, "tensor"), amax, (True, True))
-    for ask in ((True, True), (True, False), (False, True)):
-        got = kernels.cast_both(x.cuda(), FORMATS[name], real.FLOAT8[name], amax.cuda(), ask, align=real.ALIGN)
+    amax = group_amax(x, per)
+    layouts = {"tensor": ((True, True), (True, False), (False, True)), "token": ((True, False),)}
+    for ask in layouts.get(per, ((False, True),)):
+        wanted = real._quantize(x, Cast(name, per), amax, ask)
+        got = kernels.cast_both(x.cuda(), FORMATS[name], real.TYPES[name], amax.cuda(), ask, align=real.ALIGN)
         for one, other, asked in zip(wanted, got, ask, strict=True):
             assert (other is not None) == asked
             if one is not None and other is not None:

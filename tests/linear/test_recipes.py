@@ -87,6 +87,11 @@ def block(**options):
     return {"out": pair(row, square), "dx": pair(row, square), "dw": pair(column, column)}
 
 
+def rows():
+    row, column = q("e4m3"), lambda t: fake_quant(t.t(), "e4m3").t()
+    return {"out": pair(row, row), "dx": pair(row, column), "dw": pair(column, column)}
+
+
 LITERAL = {
     "saved4": (Recipe.named("saved4"), False, saved("e2m1")),
     "saved4-high": (Recipe.named("saved4"), True, saved("e4m3")),
@@ -96,6 +101,7 @@ LITERAL = {
     "saved4-forward-high": (Recipe.named("saved4", scope="forward"), True, saved("e4m3", forward=True)),
     "fp8": (Recipe.named("fp8"), False, hybrid()),
     "fp8_delayed-first-step": (Recipe.named("fp8_delayed"), False, hybrid()),
+    "fp8_row": (Recipe.named("fp8_row"), False, rows()),
     "fp8_block": (Recipe.named("fp8_block"), False, block()),
     "fp8_block-pow2": (Recipe.named("fp8_block", pow2_scale=True), False, block(pow2_scale=True)),
     "fp6": (Recipe.named("fp6"), False, simulated("e3m2")),
@@ -252,6 +258,7 @@ FLOORS = {
     ("saved4", "high"): (None, None, 30),
     ("fp8", "low"): (27, 23, 23),
     ("fp8_delayed", "low"): (27, 23, 23),
+    ("fp8_row", "low"): (27, 27, 27),
     ("fp8_block", "low"): (27, 27, 27),
     ("fp6", "low"): (20, 20, 20),
     ("fp6", "high"): (27, 23, 23),

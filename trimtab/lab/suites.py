@@ -14,8 +14,9 @@ A cell is a set of `trimtab train` settings and nothing more, so each of its run
 with the seed beside weights and data is *where* the faults strike: `Windows` walks through the linears in an order
 that the seed fixes, so that no result hangs on one lucky unit, and every arm of a seed meets the same ones.
 
-Sizes. By default `tiny` (0.8M parameters, 28 linears), 8 x 128 tokens a step, 300 steps: about a minute a run on
-one CPU core, so a cell takes a minute per arm and seed, and half of that with `--jobs 2`. On a GPU:
+Sizes. By default `tiny` (0.8M parameters, 28 linears), 8 x 128 tokens a step, 600 steps: about two minutes a run on one
+CPU core, so a cell takes two minutes per arm and seed, and half of that with `--jobs 2`. Shorter runs say little: in
+its first hundreds of steps a model this small falls from plateau to plateau, and rounding alone decides when. On a GPU:
 
     trimtab bench faults --device cuda --set model=60m --set seq=256 --set batch=64
 
@@ -41,9 +42,9 @@ LINEARS = tuple(
     for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 )
 EXPERTS = tuple(f"blocks.{block}.mlp.experts.{expert}" for block in (0, 1) for expert in range(4))
-BASE = {"model": "tiny", "batch": 8, "seq": 128, "steps": 300, "eval_batches": 16, "checkpoint_every": 0, "threads": 1}
+BASE = {"model": "tiny", "batch": 8, "seq": 128, "steps": 600, "eval_batches": 16, "checkpoint_every": 0, "threads": 1}
 LINEAR = {"recipe": "fp8", "unit": "linear", "policy": {"preset": "paper-a"}}
-WATCHED = {"policy": {"warmup": "monitor", "warmup_steps": 90}}  # nobody acts before the first fault
+WATCHED = {"policy": {"warmup": "monitor", "warmup_steps": 240}}  # nobody acts before the first fault
 SAVED = {"recipe": "saved4", "unit": "linear", "lr": 2.5e-3, "policy": {"preset": "paper-a"}}
 BLOCK8 = {"recipe": "fp8", "unit": "block", "policy": {"preset": "paper-b8", "max_high": 0.25}}
 BLOCK6 = {"recipe": "fp6", "unit": "block", "policy": {"preset": "paper-b6", "max_high": 0.25}}
@@ -79,7 +80,7 @@ class Windows:
     """In the kind's own sense; None means its usual one."""
     units: int = 1
     """How many units are struck at once."""
-    start: int = 100
+    start: int = 250
     every: int = 50
     """Steps from one start to the next."""
     count: int = 4
@@ -295,7 +296,7 @@ SUITES: dict[str, Suite] = {
                 Cell("blocks-fp6", BLOCK6),
                 Cell("blocks-fp4", BLOCK4),
                 Cell("experts", EXPERT),
-                Cell("bad-data", LINEAR | {"bad_data": "start=150,width=20"}),
+                Cell("bad-data", LINEAR | {"bad_data": "start=300,width=20"}),
             ),
         ),
         Suite(

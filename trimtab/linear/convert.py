@@ -162,9 +162,7 @@ def _backend(backend: str, recipe: Recipe, linears: dict[str, nn.Linear]) -> str
     if backend == "emulated" or (backend == "auto" and all(device.type in ("cpu", "meta") for device in devices)):
         return "emulated"
     for path, linear in linears.items():
-        reason = real.lacks(linear.weight.device)
-        for way in (recipe.low, recipe.high):
-            reason = reason or real.why_not(way, linear)
+        reason = real.why_not(recipe.low, linear) or real.why_not(recipe.high, linear)
         if reason is not None:
             raise TrimtabError(
                 f'backend="{backend}" means real kernels here, and {path!r} cannot run on them: {reason}. Pass '

@@ -126,23 +126,36 @@ def amax_cast(x: Tensor, fmt: Format, group: str, *, pow2_scale: bool, amax: Ten
 @triton.jit
 def _both(
     x_ptr, amax_ptr, rows_ptr, columns_ptr, scale_ptr, num_rows, num_columns, rows_pad, columns_pad, stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, QMAX: tl.constexpr, POW2: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTEGER: tl.constexpr, QMAX: tl.constexpr,
+    POW2: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = _scale(tl.load(amax_ptr).to(tl.float32), QMAX, POW2)
-    if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(scale_ptr, scale)
-    y = tl.div_rn(x, tl.broadcast_to(scale, (HEIGHT, WIDTH)))
+    if PER == "tensor":
+        scale = _scale(tl.load(amax_ptr).to(tl.float32), QMAX, POW2)
+        if tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(scale_ptr, scale)
+        divisor = tl.broadcast_to(scale, (HEIGHT, WIDTH))
+    elif PER == "row":
+        scale = _scale(tl.load(amax_ptr + row, mask=row < num_rows, other=0.0).to(tl.float32), QMAX, POW2)
+        if tl.program_id(1) == 0:
+            tl.store(scale_ptr + row, scale, mask=row < num_rows)
+        divisor = tl.broadcast_to(scale[:, None], (HEIGHT, WIDTH))
+    else:
+        scale = _scale(tl.load(amax_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32), QMAX, POW2)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr + column, scale, mask=column < num_columns)
+        divisor = tl.broadcast_to(scale[None, :], (HEIGHT, WIDTH))
+    y = tl.div_rn(x, divisor)
     y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -QMAX), QMAX))
+    if INTEGER:
+        y = libdevice.rint(y)
     if ROWS:  # zeros fill the padding: what lies outside was loaded as zero
         place = rows_ptr + row[:, None] * columns_pad + column[None, :]
-        tl.store(
-            place, y.to(rows_ptr.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < columns_pad)[None, :]
-        )
+        mask = (row < num_rows)[:, None] & (column < columns_pad)[None, :]
+        tl.store(place, y.to(rows_ptr.dtype.element_ty), mask=mask)
     if COLUMNS:
         place = columns_ptr + column[:, None] * rows_pad + row[None, :]
         mask = (column < num_columns)[:, None] & (row < rows_pad)[None, :]
@@ -153,27 +166,30 @@ def cast_both(
     x: Tensor,  # (rows, columns)
     fmt: Format,
     dtype: torch.dtype,
-    amax: Tensor,
+    amax: Tensor,  # one number, (rows, 1) or (1, columns)
     wanted: tuple[bool, bool],
     *,
     align: int,
     pow2_scale: bool = False,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """x in FP8 as it is, transposed, or both from one read, each with its scale; the last dimension padded with zeros.
+    """x in few bits as it is, transposed, or both from one read, each with its scale; the inner side padded with zeros.
 
     Values beyond the scale saturate, NaN stays NaN, and a non-finite amax makes the scale NaN.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_columns = x.shape
     rows_pad, columns_pad = (-(-size // align) * align for size in x.shape)
-    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    per = "tensor" if amax.dim() == 0 else "row" if amax.shape[1] == 1 else "column"
+    shape = () if per == "tensor" else (amax.numel(), 1)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
     rows = torch.empty((num_rows, columns_pad) if wanted[0] else (0, 0), dtype=dtype, device=x.device)
     columns = torch.empty((num_columns, rows_pad) if wanted[1] else (0, 0), dtype=dtype, device=x.device)
     height, width = (64, 64) if wanted[1] else (16, 256)
     grid = (triton.cdiv(rows_pad if wanted[1] else num_rows, height), triton.cdiv(columns_pad, width))
     with torch.cuda.device_of(x):
         _both[grid](  # pyright: ignore[reportIndexIssue]
-            x, amax, rows, columns, scale, num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
-            ROWS=wanted[0], COLUMNS=wanted[1], QMAX=fmt.max, POW2=pow2_scale, HEIGHT=height, WIDTH=width, num_warps=4,
+            x, amax.contiguous(), rows, columns, scale, num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
+            PER=per, ROWS=wanted[0], COLUMNS=wanted[1], INTEGER=fmt.is_integer, QMAX=fmt.max, POW2=pow2_scale,
+            HEIGHT=height, WIDTH=width, num_warps=4,
         )  # fmt: skip
     return (rows, scale) if wanted[0] else None, (columns, scale) if wanted[1] else None

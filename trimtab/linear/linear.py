@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.linear.gemms import SwitchedGemms
-from trimtab.linear.opaque import Calls, enroll, linear
+from trimtab.linear.opaque import Calls, enroll, linear, linear_saving
 from trimtab.linear.paths import Recipe
+from trimtab.linear.real import saves
 from trimtab.linear.state import Call, Fault, PathState, Watch
 from trimtab.modules import in_backward
 
@@ -76,7 +77,8 @@ class SwitchLinear(nn.Linear):
         if torch.compiler.is_compiling():
             x, weight, bias = _cast((input, self.weight, self.bias), _autocast_dtype(input))
             self._check(x, weight)
-            return linear(x, weight, bias, self.number)[0]
+            run = linear_saving if self.real and saves(self.recipe.low) else linear
+            return run(x, weight, bias, self.number)[0]
         call = self.begin()
         plain = call.path.is_plain and call.fault is None
         if plain and not self.memory.histories:

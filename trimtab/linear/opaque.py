@@ -9,27 +9,28 @@ module, and does what that does without compilation: read the switch, or in a re
     trimtab::linear(x, weight, bias, number)            -> y, token
     trimtab::linear_backward(grad, x, weight, number, token, needs)  -> gradients of x, weight, bias
 
-Autograd saves x and weight as they are, which the graph mostly holds anyway; backward quantizes what it needs again.
+A path that keeps x in few bits has a pair of its own, `trimtab::linear_saving`: there x is not saved, and the codes
+stay with the call. Otherwise autograd saves x and weight as they are, which the graph mostly holds anyway, and backward
+quantizes what it needs again.
+
 The token is the serial number of the `Call`: it ties a backward to the path, the scales and the random numbers of its
-forward, whatever has happened since. A module remembers its last `PENDING` calls.
+forward, whatever has happened since. Autograd keeps the token as long as the graph, and the call goes with it.
 """
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import TrimtabError
 from trimtab.linear import gemms
 
 if TYPE_CHECKING:
     from trimtab.linear.linear import SwitchLinear
     from trimtab.linear.state import Call
 
-PENDING = 256
-"""Forwards of one linear that may wait for their backward: micro-batches of a pipeline, say."""
+Kept = tuple[Tensor | None, ...]
 
 _modules: "weakref.WeakValueDictionary[int, SwitchLinear]" = weakref.WeakValueDictionary()
 _numbers, _serials = itertools.count(), itertools.count()
@@ -43,27 +44,25 @@ def enroll(module: "SwitchLinear") -> Tensor:
 
 
 class Calls:
-    """The calls of one module that a backward may still ask for, by serial number."""
+    """The calls of one module that a backward may still ask for: each lives as long as its token, and its graph."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, tuple[Call, Kept]] = {}
 
-    def put(self, call: "Call") -> int:
-        """Remember a call; the oldest is forgotten."""
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def put(self, call: "Call", kept: Kept = ()) -> Tensor:
+        """Remember a call and what it kept outside the graph; its token."""
         serial = next(_serials)
-        self._calls[serial] = call
-        if len(self._calls) > PENDING:
-            del self._calls[next(iter(self._calls))]
-        return serial
+        self._calls[serial] = call, kept
+        token = torch.tensor(serial)
+        weakref.finalize(token, self._calls.pop, serial, None)
+        return token
 
-    def get(self, serial: int, name: str) -> "Call":
-        """The call of a forward."""
-        if serial not in self._calls:
-            raise TrimtabError(
-                f"at most {PENDING} forwards of a linear may wait for their backward, and {name!r} had more: run the "
-                "backward of some first, or compile without this linear"
-            )
-        return self._calls[serial]
+    def get(self, token: Tensor) -> tuple["Call", Kept]:
+        """The call of a forward, and what it kept."""
+        return self._calls[int(token)]
 
 
 @torch.library.custom_op("trimtab::linear", mutates_args=())
@@ -74,7 +73,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> tu
     call.observe("input", x)
     call.observe("weight", weight)
     y, _ = gemms.forward(call, x, weight, bias, False, False)
-    return y.contiguous(), torch.tensor(module.calls.put(call))
+    return y.contiguous(), module.calls.put(call)
 
 
 @linear.register_fake
@@ -88,7 +87,7 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor stands for one that is not."""
     module = _modules[int(number)]
-    call = module.calls.get(int(token), module.fqn)
+    call, _ = module.calls.get(token)
     kept = gemms.keep(call, x, weight, needs[0], needs[1])
     found = gemms.backward(call, grad, kept, x.shape, needs)
     return tuple(grad.new_empty(0) if g is None else g.contiguous() for g in found)  # type: ignore[return-value]
@@ -102,19 +101,64 @@ def _(
     return tuple(grad.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))  # type: ignore[return-value]
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     x, weight, _bias, number = inputs
     _, token = output
     ctx.mark_non_differentiable(token)
     ctx.save_for_backward(x, weight, number, token)
-    ctx.needs = list(ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+    ctx.needs = list(ctx.needs_input_grad[:3])
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, number, token = ctx.saved_tensors  # type: ignore[attr-defined]
-    needs = ctx.needs  # type: ignore[attr-defined]
-    found = linear_backward(grad, x, weight, number, token, needs)
-    return *(g if need else None for g, need in zip(found, needs, strict=True)), None
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = linear_backward(grad, *ctx.saved_tensors, ctx.needs)
+    return *(g if need else None for g, need in zip(found, ctx.needs, strict=True)), None
 
 
 linear.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("trimtab::linear_saving", mutates_args=())
+def linear_saving(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a path that keeps x in few bits: they stay with the call, and autograd does not keep x."""
+    module = _modules[int(number)]
+    call = module.begin()
+    y, (codes, _weight, *more) = gemms.forward(call, x, weight, bias, False, True)
+    return y.contiguous(), module.calls.put(call, (codes, None, *more))  # the weight comes again with the backward
+
+
+@linear_saving.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("trimtab::linear_saving_backward", mutates_args=())
+def linear_saving_backward(
+    grad: Tensor, weight: Tensor, number: Tensor, token: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients that are needed; an empty tensor stands for one that is not."""
+    call, (codes, _, *more) = _modules[int(number)].calls.get(token)
+    shape = torch.Size((*grad.shape[:-1], weight.shape[1]))
+    found = gemms.backward(call, grad, (codes, weight, *more), shape, needs)
+    return tuple(grad.new_empty(0) if g is None else g.contiguous() for g in found)  # type: ignore[return-value]
+
+
+@linear_saving_backward.register_fake
+def _(grad: Tensor, weight: Tensor, number: Tensor, token: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((*grad.shape[:-1], weight.shape[1]), weight.shape, weight.shape[:1])
+    return tuple(grad.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))  # type: ignore[return-value]
+
+
+def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _x, weight, _bias, number = inputs
+    _, token = output
+    ctx.mark_non_differentiable(token)
+    ctx.save_for_backward(weight, number, token)
+    ctx.needs = list(ctx.needs_input_grad[:3])
+
+
+def _backward_saving(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = linear_saving_backward(grad, *ctx.saved_tensors, ctx.needs)
+    return *(g if need else None for g, need in zip(found, ctx.needs, strict=True)), None
+
+
+linear_saving.register_autograd(_backward_saving, setup_context=_setup_saving)

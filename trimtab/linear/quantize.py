@@ -10,8 +10,8 @@ For a group of elements with largest magnitude amax and a format with largest va
     q    = round_half_even(y / step) * step           then clamped to +-Qmax
     out  = q * s                                      in the type of x
 
-A group is the whole tensor, a token (the last dimension), or a block (r, c) of the last two dimensions; the
-last block of a row or a column may be short.
+A group is the whole tensor, a token (the last dimension), a column (the last but one), or a block (r, c) of the last
+two dimensions; the last block of a row or a column may be short.
 
 Where we differ from what is around: the clamp comes after the rounding (COAT's reference has none); ties go
 to even (DeepGEMM's E2M1 sends them down); there is no floor under amax (DeepSeek's 1e-4 flushes small
@@ -40,15 +40,15 @@ Rounding = Literal["nearest", "stochastic"]
 
 def check_group(group: Group) -> Group:
     """Return the group in its one spelling (`"row"` is `"token"`, seen from a weight), or raise."""
-    if group in ("tensor", "token"):
+    if group in ("tensor", "token", "column"):
         return group
     if group == "row":
         return "token"
     if isinstance(group, tuple | list) and len(group) == 2 and all(isinstance(n, int) and n > 0 for n in group):
         return (group[0], group[1])
     raise TrimtabError(
-        f'group must be "tensor", "token" (alias "row") or a block shape of two positive ints such as (1, 128), '
-        f"got {group!r}"
+        f'group must be "tensor", "token" (alias "row"), "column" or a block shape of two positive ints such as '
+        f"(1, 128), got {group!r}"
     )
 
 
@@ -62,8 +62,10 @@ def to_groups(x: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:
     """View x so that reducing over the returned dimensions reduces over one group; short blocks are zero-padded."""
     if x.dim() == 0:
         x = x.reshape(1)
+    if group == "column" and x.dim() == 1:
+        x = x.unsqueeze(0)
     if isinstance(group, str):
-        return x, (-1,) if group == "token" else tuple(range(x.dim()))
+        return x, {"token": (-1,), "column": (-2,)}.get(group, tuple(range(x.dim())))
     r, c = group
     if x.dim() == 1:
         x = x.unsqueeze(0)
@@ -85,7 +87,9 @@ def from_groups(groups: Tensor, group: Group, shape: torch.Size) -> Tensor:
 
 
 def amax_shape(shape: torch.Size, group: Group) -> tuple[int, ...]:
-    """The shape of `group_amax`: () for a tensor, (..., 1) for tokens, (..., R, C) for blocks."""
+    """The shape of `group_amax`: () of a tensor, (..., 1) of tokens, (..., 1, C) of columns, (..., R, C) of blocks."""
+    if group == "column":
+        return (*shape[:-2], 1, shape[-1] if shape else 1)
     if isinstance(group, str):
         return (*shape[:-1], 1) if group == "token" else ()
     rows, cols = shape[-2:] if len(shape) > 1 else (1, shape.numel())
@@ -162,8 +166,8 @@ def fake_quant(
 
     Args:
         fmt: `"e2m1"`, `"e3m2"`, `"e2m3"`, `"e4m3"`, `"e5m2"`, `"int8"` or `"int4"`.
-        group: `"tensor"`, `"token"` (each row of the last dimension; `"row"` says the same of a weight), or a block
-            shape over the last two dimensions.
+        group: `"tensor"`, `"token"` (each row of the last dimension; `"row"` says the same of a weight), `"column"`, or
+            a block shape over the last two dimensions.
         pow2_scale: round each scale up to a power of two.
         amax: use this instead of the measured one (one number, or the shape of `amax_shape`): delayed scaling.
     """

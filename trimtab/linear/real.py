@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry a path out on real low-precision matrix units.
 
-Hardware multiplies two matrices that both have the *inner* dimension last, in memory without gaps, and one scale per
-matrix, per row, or per block. So an operand is quantized with its inner dimension last, whatever side it stands on:
+Hardware multiplies two matrices that both have the *inner* dimension last, in memory without gaps, with one scale per
+matrix or per row. So an operand is quantized with its inner dimension last, whatever side it stands on:
 
     output        x  (tokens, in)  as it is          w  (out, in)     as it is
     grad_input    dY (tokens, out) as it is          w  transposed to (in, out)
@@ -12,6 +12,12 @@ dY is read once and written in both layouts. Of x and w only the plain 16-bit te
 quantizes them again, transposed, with the amax that forward has measured: that costs a read of x, and saves its memory.
 Linears that share an input (q, k, v; gate, up) share its cast: the last one made is remembered.
 
+Saved activations (`saved4`) need no matrix units: the products are plain, and what is kept of x is packed
+(`packing.py`): 4 bits a number, or 8 when high, on any device.
+
+INT8 multiplies in the forward only (W8A8); its backward is a plain product through the rounded weight, which
+`emulated.py` does.
+
 The numbers are those of `emulated.py` up to two things: hardware accumulates in fewer bits than FP32, and a quotient
 may differ by an ulp before it is rounded. `tests/linear/test_real.py` holds both together.
 
@@ -19,55 +25,85 @@ What a kernel cannot take: `why_not` says it, with the rule and the value. Token
 dimension is padded with zeros to a multiple of 16.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from trimtab.devices import has_triton
+from trimtab.linear import emulated, packing
 from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import SIDES, Cast, Gemm, Path
-from trimtab.linear.quantize import group_amax
 from trimtab.linear.scales import amax_scale
 from trimtab.linear.state import Call
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+Made = TypeVar("Made")
+TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+INNER_LAST = {"output": (True, True), "grad_input": (True, False), "grad_weight": (False, False)}
+"""Whether the left and the right operand of a role are stored with the inner dimension last."""
 ALIGN = 16
 """The inner and the right outer dimension of a product must be multiples of this."""
+LEAST_ROWS = 16
+"""The integer product wants more rows than this."""
 FAST = {"output": True, "grad_input": False, "grad_weight": False}
 """Where the tensor cores may keep the whole sum in their own registers (about 14 bits), as torchao and Transformer
 Engine do: in the forward only."""
 
 
+Kept = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""x (or its codes), the weight, and the scales of the codes."""
+
+
 class Operand(NamedTuple):
-    """One side of a product: (outer, inner) in FP8, and what its numbers are to be multiplied by."""
+    """One side of a product: (outer, inner) in few bits, and the scale of its numbers, () or (outer, 1)."""
 
     data: Tensor
     scale: Tensor
 
 
-KEPT = 2
+KEPT = 3
 
 
 def why_not(path: Path, linear: nn.Linear) -> str | None:
-    """Why real kernels cannot run a path of a linear; None if they can."""
-    if path.is_plain:
+    """Why a path of a linear cannot run for real; None if it can."""
+    if path.is_plain or saves(path):
         return None
-    for role, gemm in path.gemms():
-        if gemm.hadamard or gemm.result is not None or gemm.left is None or gemm.right is None:
-            return f"{path.name} rotates, rounds its results or quantizes one side only in {role}"
-        for cast in (gemm.left, gemm.right):
-            if cast.fmt not in FLOAT8 or cast.group != "tensor" or cast.scale != "amax" or cast.rounding != "nearest":
-                return f"{path.name} needs {cast.fmt} with a scale per {cast.group}, and there is no kernel for it"
+    if not _is_int8(path):
+        for role, gemm in path.gemms():
+            if gemm.hadamard or gemm.result is not None or gemm.left is None or gemm.right is None:
+                return f"{path.name} rotates, rounds its results or quantizes one side only in {role}"
+            for cast, last in zip((gemm.left, gemm.right), INNER_LAST[role], strict=True):
+                along = ("tensor", "token" if last else "column")
+                usual = cast.fmt in ("e4m3", "e5m2") and cast.scale == "amax" and cast.rounding == "nearest"
+                if not usual or cast.group not in along:
+                    return f"there is no kernel for {cast.fmt} with a scale per {cast.group} in {role} of {path.name}"
+            if (gemm.left.group == "tensor") != (gemm.right.group == "tensor"):
+                return f"both sides of {role} must have scales per tensor, or both per row, got {path.name}"
     for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
         if size % ALIGN:
             return f"{name} must be a multiple of {ALIGN}, got {size}"
-    return None
+    return _lacks(linear.weight.device)
 
 
-def lacks(device: torch.device) -> str | None:
+def saves(path: Path) -> bool:
+    """Whether a path only keeps its input in few bits for backward (and, in one reading, uses it so in the forward)."""
+    if path.grad_input is not None or path.grad_weight is None or path.grad_weight.right is None:
+        return False
+    cast = path.grad_weight.right
+    usual = cast.fmt in packing.BITS and cast == Cast(cast.fmt, "token")
+    return usual and path.grad_weight == Gemm(right=cast) and path.output in (None, Gemm(left=cast))
+
+
+def _is_int8(path: Path) -> bool:
+    """Whether a path is W8A8: integers in the forward, and nothing quantized in backward but the weight."""
+    gemm, token = path.output, Cast("int8", "token")
+    inward = path.grad_input is None or path.grad_input == Gemm(right=token)
+    return gemm == Gemm(token, token) and inward and path.grad_weight is None
+
+
+def _lacks(device: torch.device) -> str | None:
     """Why a device has no FP8 matrix units; None if it has."""
     if device.type != "cuda":
         return f"real kernels need a CUDA device, got {device.type}"
@@ -79,26 +115,39 @@ def lacks(device: torch.device) -> str | None:
 
 def output(
     call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, need_x: bool, need_w: bool
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+) -> tuple[Tensor, Kept]:
     """The result of a path, and what its backward needs."""
+    kept = keep(call, x, weight, need_x, need_w or call.path.output is not None)
     if call.path.output is None:
         y = nn.functional.linear(x, weight, bias)
+    elif saves(call.path):
+        y = nn.functional.linear(_unpacked(call, kept, x.dtype).reshape(x.shape), weight, bias)
     else:
         a, b = _shared(call, "output", x), _cast(call, "output", "weight", weight)
-        y = _multiply("output", a, b, x.dtype, bias).reshape(*x.shape[:-1], weight.shape[0])
-    return y, keep(call, x, weight, need_x, need_w)
+        multiply = _multiply_int if a.data.dtype == torch.int8 else _multiply
+        y = multiply("output", a, b, x.dtype, bias).reshape(*x.shape[:-1], weight.shape[0])
+    return y, (kept if need_w else (None, *kept[1:2], None))
 
 
-def keep(call: Call, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What the backward of a forward needs: the tensors themselves."""
-    return (x if need_w else None), (weight if need_x else None)
+def keep(call: Call, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> Kept:
+    """What the backward of a forward needs: the tensors themselves, or x in few bits and its scales."""
+    if saves(call.path):
+        return _packed(call, x, weight) if need_w else (None, weight, None)
+    return (x if need_w else None), (weight if need_x else None), None
 
 
 def gradients(
     call: Call, g: Tensor, kept: Sequence[Tensor | None], x_shape: torch.Size, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight, where they are needed, from that of the output as a matrix."""
-    x, weight = kept
+    x, weight, _ = kept
+    if saves(call.path):
+        assert weight is not None
+        grad_x = (g @ weight).reshape(x_shape) if need_x else None
+        return grad_x, (g.t() @ _unpacked(call, kept, g.dtype) if need_w else None)
+    if _is_int8(call.path):
+        operands = (x if x is not None else g.new_empty(0), weight if weight is not None else g.new_empty(0))
+        return emulated.gradients(call, g, emulated.keep(call, *operands, need_x, need_w), x_shape, need_x, need_w)
     grad_x = grad_w = None
     rows, columns = _gradient(call, g, need_x, need_w)
     if need_x:
@@ -147,14 +196,22 @@ def _cast(call: Call, role: str, operand: str, x: Tensor) -> Operand:
     return found
 
 
+def _key(operand: str, cast: Cast) -> str:
+    return operand if cast.group == "tensor" else f"{operand} per {cast.group}"
+
+
 def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor:
     """The amax that an operand is scaled by: measured once per call, or remembered, or replaced by a fault."""
     change = call.change_amax(operand, cast)
     if change is not None and cast.delayed:
         return change(torch.empty(0))  # what is remembered needs no measurement
-    if operand not in call.amaxes:
-        call.amaxes[operand] = torch.linalg.vector_norm(x, torch.inf).float() if x.is_cuda else group_amax(x, "tensor")
-    amax = call.amaxes[operand]
+    key = _key(operand, cast)
+    if key not in call.amaxes:
+        dims = {"token": -1, "column": -2}.get(str(cast.group))
+        x = _matrix(x)
+        # One pass over memory, and NaN stays NaN.
+        call.amaxes[key] = torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=dims is not None).float()
+    amax = call.amaxes[key]
     return amax if change is None else change(amax)
 
 
@@ -166,59 +223,97 @@ class _Last(NamedTuple):
     cast: Cast
     columns: bool
     amax: Tensor
-    operand: Operand
+    made: Any
 
 
 _last: dict[torch.device, _Last] = {}
 
 
+def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], Made]) -> Made:
+    """A cast of an input, made once for the linears that follow each other on the same tensor."""
+    if cast.delayed or call.fault is not None:  # these have scales of their own
+        return make()
+    last = _last.get(x.device)
+    if last is not None and last.cast == cast and last.tensor() is x and last.version == x._version:
+        call.amaxes[_key("input", cast)] = last.amax
+        if last.columns == columns:
+            return last.made
+    made = make()
+    _last[x.device] = _Last(TensorWeakRef(x), x._version, cast, columns, call.amaxes[_key("input", cast)], made)
+    return made
+
+
 def _shared(call: Call, role: str, x: Tensor) -> Operand:
-    """The input as an operand, cast once for the linears that follow each other on the same tensor."""
+    """The input as an operand."""
     gemm: Gemm = getattr(call.path, role)
     cast = gemm.left if role == "output" else gemm.right
     assert cast is not None
-    columns = role != "output"
-    last = _last.get(x.device)
-    alone = cast.delayed or call.fault is not None  # these have scales of their own
-    if last is not None and not alone and last.tensor() is x and last.version == x._version:
-        if (last.cast, last.columns) == (cast, columns):
-            call.amaxes["input"] = last.amax
-            return last.operand
-        call.amaxes.setdefault("input", last.amax)
-    operand = _cast(call, role, "input", x)
-    if not alone:
-        _last[x.device] = _Last(TensorWeakRef(x), x._version, cast, columns, call.amaxes["input"], operand)
-    return operand
+    return _once(call, x, cast, role != "output", lambda: _cast(call, role, "input", x))
+
+
+def _packed(call: Call, x: Tensor, weight: Tensor) -> Kept:
+    """The input in few bits, with the weight."""
+    gemm = call.path.grad_weight
+    assert gemm is not None
+    assert gemm.right is not None
+    cast = gemm.right
+    made = _once(call, x, cast, False, lambda: packing.pack(_matrix(x), cast.fmt, _amax(call, "input", cast, x)))
+    return made[0], weight, made[1]
+
+
+def _unpacked(call: Call, kept: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """What `_packed` kept of the input, as a matrix."""
+    codes, weight, scale = kept
+    assert codes is not None
+    assert weight is not None
+    assert scale is not None
+    return packing.unpack(codes, scale, call.path.grad_weight.right.fmt, weight.shape[1], dtype)  # type: ignore[union-attr]
 
 
 def _multiply(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """The product over the inner dimensions, (outer of a, outer of b)."""
-    fused = bias is not None and dtype in (torch.bfloat16, torch.float16)
+    rowwise = a.scale.dim() > 0
+    half = dtype in (torch.bfloat16, torch.float16)
+    fused = bias is not None and half
     y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a.data,
         b.data.t(),
         scale_a=a.scale,
-        scale_b=b.scale,
+        scale_b=b.scale.reshape(1, -1) if rowwise else b.scale,
         bias=bias if fused else None,
-        out_dtype=dtype,
+        out_dtype=torch.bfloat16 if rowwise else dtype,  # the row-wise kernel writes nothing else
         use_fast_accum=FAST[role],
-    )
+    ).to(dtype)
     return y if bias is None or fused else y + bias
 
 
+def _multiply_int(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """The same of integers: exact sums in INT32, then both scales."""
+    rows = a.data.shape[0]
+    data = a.data if rows > LEAST_ROWS else nn.functional.pad(a.data, (0, 0, 0, 2 * LEAST_ROWS - rows))
+    y = torch._int_mm(data, b.data.t())[:rows]  # pyright: ignore[reportPrivateImportUsage]
+    y = (y.float() * a.scale * b.scale.t()).to(dtype)
+    return y if bias is None else y + bias
+
+
 def _quantize(x: Tensor, cast: Cast, amax: Tensor, wanted: tuple[bool, bool]) -> tuple[Operand | None, Operand | None]:
-    """A matrix (rows, columns) as an operand with the columns inside, with the rows inside, or both from one read."""
-    fmt = FORMATS[cast.fmt]
+    """A matrix (rows, columns) as an operand with the columns inside, with the rows inside, or both from one read.
+
+    Args:
+        amax: one number; or (rows, 1) for the first layout, (1, columns) for the second.
+    """
+    fmt, dtype = FORMATS[cast.fmt], TYPES[cast.fmt]
     if x.is_cuda and has_triton():
         from trimtab.linear import kernels
 
-        made = kernels.cast_both(x, fmt, FLOAT8[fmt.name], amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale)
+        made = kernels.cast_both(x, fmt, dtype, amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale)
         rows, columns = (None if one is None else Operand(*one) for one in made)
         return rows, columns
     scale = amax_scale(amax, fmt, pow2_scale=cast.pow2_scale)
-    y = (x.float() / scale).clamp(-fmt.max, fmt.max).to(FLOAT8[fmt.name])
+    y = (x.float() / scale).clamp(-fmt.max, fmt.max)
+    y = (y.round() if fmt.is_integer else y).to(dtype)
     rows = Operand(_padded(y), scale) if wanted[0] else None
-    columns = Operand(_padded(y.t()), scale) if wanted[1] else None
+    columns = Operand(_padded(y.t()), scale if scale.dim() == 0 else scale.reshape(-1, 1)) if wanted[1] else None
     return rows, columns
 
 

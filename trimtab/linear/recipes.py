@@ -5,6 +5,7 @@
     saved4       forward exact, saved input E2M1 per token in grad_weight   the same in E4M3  GNMR bench A, 2606.00539
     fp8          X, W E4M3 and dY E5M2, one current scale per tensor        plain             hybrid FP8, 2209.05433
     fp8_delayed  the same, scales from the last 1024 steps                  plain             Transformer Engine
+    fp8_row      E4M3, one scale per row of each GEMM's operands            plain             torchao, row-wise
     fp8_block    E4M3; tiles of 128 along the inner dim, W 128 x 128        plain             DeepSeek-V3, 2412.19437
     fp6, fp4     E3M2 / E2M1 operands and results, per token and row        hybrid FP8        GNMR bench B(ii)
     int8         W8A8 per token and output row; dX through Q(W)             plain             GNMR bench C
@@ -69,6 +70,13 @@ def fp8() -> Recipe:
 def fp8_delayed() -> Recipe:
     """Hybrid FP8 with delayed scaling, as in Transformer Engine: history 1024, margin 0, maximum."""
     return Recipe(hybrid_fp8(delayed=True), Path.plain(), name="fp8_delayed")
+
+
+def fp8_row() -> Recipe:
+    """Row-wise FP8: every operand has one scale for each of its vectors along the inner dimension."""
+    row, column = Cast("e4m3", "token"), Cast("e4m3", "column")
+    low = Path("fp8-row", output=Gemm(row, row), grad_input=Gemm(row, column), grad_weight=Gemm(column, column))
+    return Recipe(low, Path.plain(), name="fp8_row")
 
 
 def fp8_block(*, pow2_scale: bool = False) -> Recipe:
@@ -138,7 +146,8 @@ def nvfp4() -> Recipe:
 
 
 _BUILDERS: dict[str, Callable[..., Recipe]] = {
-    builder.__name__: builder for builder in (saved4, fp8, fp8_delayed, fp8_block, fp6, fp4, int8, mxfp4, nvfp4)
+    builder.__name__: builder
+    for builder in (saved4, fp8, fp8_delayed, fp8_row, fp8_block, fp6, fp4, int8, mxfp4, nvfp4)
 }
 
 RECIPES: dict[str, Recipe] = {name: builder() for name, builder in _BUILDERS.items()}

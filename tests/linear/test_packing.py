@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations kept in few bits: the numbers of the emulation to the bit, a quarter of the memory, each input once."""
+
+import copy
+import gc
+import math
+
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trimtab.linear import Recipe, convert_, fake_quant
+from trimtab.linear.linear import switch_linears
+from trimtab.linear.packing import BITS, pack, unpack
+from trimtab.linear.quantize import group_amax
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])]
+
+
+def tokens(seed: int, rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.exp2(torch.randint(-130, 100, (rows, 1), generator=generator).float())
+    return torch.randn(rows, columns, generator=generator) * sizes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", BITS)
+@given(seed=st.integers(0, 1000), rows=st.integers(1, 5), columns=st.integers(1, 40))
+def test_what_comes_back_is_what_the_emulation_keeps(fmt, dtype, device, seed, rows, columns):
+    x = tokens(seed, rows, columns).to(device, dtype)
+    x[0, 0] = 0
+    codes, scale = pack(x, fmt, group_amax(x, "token"))
+    assert codes.dtype == torch.uint8
+    assert codes.numel() == rows * (columns if BITS[fmt] == 8 else math.ceil(columns / 2))
+    assert torch.equal(unpack(codes, scale, fmt, columns, dtype), fake_quant(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", BITS)
+def test_a_token_that_is_not_finite_comes_back_as_nan_and_the_others_do_not(fmt):
+    x = tokens(0, 4, 17)
+    x[1, 3], x[2, 4] = math.inf, math.nan
+    x[3] = 0
+    back = unpack(*pack(x, fmt, group_amax(x, "token")), fmt, 17, torch.float32)
+    assert back[1:3].isnan().all()
+    assert torch.equal(back[[0, 3]], fake_quant(x[[0, 3]], fmt))
+
+
+def pair(recipe: str | Recipe = "saved4", device: str = "cpu") -> list[nn.Sequential]:
+    """The same model twice: emulated, and with packed activations."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(48, 97), nn.SiLU(), nn.Linear(97, 32)).to(device)
+    made = [copy.deepcopy(plain) for _ in range(2)]
+    assert convert_(made[0], recipe, backend="emulated").backend == "emulated"
+    assert convert_(made[1], recipe, backend="real").backend == "real"
+    return made
+
+
+def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    found = [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("high", [False, True])
+@pytest.mark.parametrize("scope", ["saved", "forward"])
+@pytest.mark.parametrize("element", ["float", "int"])
+def test_a_packed_model_has_the_bits_of_the_emulated_one(element, scope, high, device):
+    emulated, packed = pair(Recipe.named("saved4", scope=scope, element=element), device)
+    for model in (emulated, packed):
+        for linear in switch_linears(model):
+            linear.switch.planned = high
+    for a, b in zip(
+        *(run(model, tokens(1, 12, 48).sign().to(device) * 0.7) for model in (emulated, packed)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd keeps for the backward of one forward, weights apart, each storage once."""
+    mine = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = model(x)
+    found = sum(size for place, size in seen.items() if place not in mine)
+    del y
+    return found
+
+
+class Shared(nn.Module):
+    """Three projections of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(256, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x) + self.v(x)
+
+
+def test_the_kept_bytes_are_a_quarter_and_a_shared_input_is_kept_once():
+    x = torch.randn(8, 128, 256, dtype=torch.bfloat16)
+    plain = Shared().bfloat16()
+    full = x.numel() * 2
+    assert saved_bytes(plain, x) == full
+    packed = copy.deepcopy(plain)
+    convert_(packed, "saved4", backend="real")
+    assert saved_bytes(packed, x) <= 0.30 * full
+    for linear in switch_linears(packed):
+        linear.switch.planned = True
+    assert saved_bytes(packed, x) <= 0.55 * full
+    packed.q.switch.planned = False  # one of the sharers in 4 bit: both versions are kept
+    assert 0.7 * full < saved_bytes(packed, x) <= 0.85 * full
+
+
+def test_a_compiled_model_keeps_codes_and_not_the_input():
+    torch._dynamo.reset()
+    x = torch.randn(64, 256, dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(256, 64, bias=False)).bfloat16()
+    emulated = copy.deepcopy(model)
+    convert_(model, "saved4", backend="real")
+    convert_(emulated, "saved4", backend="emulated")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert saved_bytes(compiled, x) < 64  # a number and a token
+    y = compiled(x)
+    linear = next(switch_linears(model))
+    call, (codes, _, scale) = next(iter(linear.calls._calls.values()))
+    assert codes.nbytes + scale.nbytes <= 0.30 * x.nbytes
+    y.square().sum().backward()
+    del call, codes, scale, y
+    gc.collect()
+    assert len(linear.calls) == 0
+    emulated(x).square().sum().backward()
+    assert torch.equal(model[0].weight.grad, emulated[0].weight.grad)
+    torch._dynamo.reset()
