@@ -9,7 +9,11 @@ paths.py      Cast, Gemm, Path, Recipe: what low and high mean, as data
 recipes.py    the named recipes
 casts.py      one Cast applied to one operand
 state.py      what a module remembers between steps, and between a forward and its backward
-emulated.py   the autograd function that carries a path out
+gemms.py      the three GEMMs of a forward and its backward, on one of two engines:
+emulated.py   ordinary products of rounded operands, on any device
+real.py       FP8 and INT8 matrix units; saved activations packed (packing.py)
+opaque.py     the switch under torch.compile
+kernels.py    casts as single Triton launches
 linear.py     SwitchLinear
 convert.py    convert_ and revert_
 """
