@@ -53,6 +53,7 @@ from trimtab.control.state import (
 from trimtab.control.tally import Tally
 from trimtab.control.units import Grouping, Unit, gather_units, trainable
 from trimtab.control.values import Event, Plan, Reading
+from trimtab.control.waiting import skip_flag
 from trimtab.errors import NonFiniteError, TrimtabError
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class Controller:
         selection: Selection | None = None,
         detector: str | Mapping[str, Any] | Detector = "gnmr",
         sensors: Sequence[Sensor] = (),
+        wait: str = "step",
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """Find the model's units and start with an empty history.
 
@@ -127,6 +130,11 @@ class Controller:
                 a detector; `"gsnr:full"` fills the budget in every step.
             sensors: for columns that the detector needs or that only the trace should have
                 (`trimtab.control.sensors`); what the detector needs is added by itself.
+            wait: when the host waits for the norms. `"step"`: in `step()`, so that its plan is that of this step and a
+                batch can be run again. `"forward"`: just before the next forward, when the optimizer's work is queued
+                already; the decision is the same. `"never"`: not at all, and every decision comes one step later.
+            optimizer: with `wait` other than `"step"` in act mode, whoever updates the weights: a non-finite step is
+                then skipped on the device, which fused optimizers can do (`torch.optim.AdamW(..., fused=True)`).
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
@@ -134,6 +142,9 @@ class Controller:
         self._in_force = self.policy if self.mode == "act" else self.policy.replace(replay_step=None)
         self.total_steps = total_steps
         self._on_event, self._recorder, self._selection = on_event, recorder, selection
+        self._wait, self._pending = wait, None
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._found_inf = skip_flag(wait, self._in_force, self.mode == "act", optimizers)
         self._paused = False
         self._bad_steps = 0
         self._began_in = "an earlier part of the run"
@@ -182,6 +193,8 @@ class Controller:
     def step(self) -> Plan:
         """Read the norms of this step and choose who runs high in the next; call before `optimizer.step()`.
 
+        With `wait` other than `"step"` it only sends the norms on their way and returns the plan in force (`settle`).
+
         On a non-finite gradient (`plan.nonfinite`), and where the batch must be run again (`plan.rerun`), the
         gradients are set to None, so that a following `optimizer.step()` does nothing. Raises `NonFiniteError`
         after `policy.max_nonfinite` non-finite steps in a row.
@@ -189,10 +202,29 @@ class Controller:
         if self.mode == "off":
             return self.plan
         started = time.perf_counter()
+        ran = self._executed()  # before what is still on its way changes the plan
+        self.settle()
         with _span("trimtab::observe"):
-            reading = self.reading = self._observer.read()
+            self._pending = self._observer.start(self._found_inf), ran
+        if self._wait == "step":
+            self.settle()
+        elif self._wait == "forward":
+            for unit in self.units:
+                if unit.switch is not None:
+                    unit.switch.pending = self.settle
+        self.seconds = time.perf_counter() - started
+        return self.plan
+
+    def settle(self) -> Plan:
+        """Wait for the norms of the last step, if they are still on their way, and act on them; the plan in force."""
+        if self._pending is None:
+            return self.plan
+        pending, ran = self._pending
+        self._forget()
+        with _span("trimtab::observe"):
+            reading = self.reading = self._observer.finish(pending)
         with _span("trimtab::decide"):
-            ran, before = self._executed(), self._state
+            before = self._state
             verdict, self._state = advance(
                 before,
                 reading.norm[None],
@@ -209,13 +241,12 @@ class Controller:
             events = self._narrator.tell(before.ledger, verdict, self._state.ledger, nonfinite)
         with _span("trimtab::act"):
             self._set_plan(int(verdict.steps[0]), nonfinite=nonfinite, rerun=bool(verdict.rerun[0]))
-            if self.mode == "act" and (nonfinite or self.plan.rerun):
+            if self.mode == "act" and self._wait == "step" and (nonfinite or self.plan.rerun):
                 self._observer.drop()
             for sensor in self._sensors.values():
                 sensor.aim(verdict.risk.risk[0], self._executed())
         with _span("trimtab::record"):
             self._record(verdict, reading, ran, events)
-        self.seconds = time.perf_counter() - started
         self._count_bad(nonfinite, np.flatnonzero(reading.seen & ~np.isfinite(reading.norm)))
         return self.plan
 
@@ -225,6 +256,13 @@ class Controller:
         Works before or after `step()`; the norms that are judged are those before clipping.
         """
         return self._observer.clip_(max_norm)
+
+    def _forget(self) -> None:
+        """Nothing is on its way any more."""
+        self._pending = None
+        for unit in self.units:
+            if unit.switch is not None:
+                unit.switch.pending = None
 
     def pause(self) -> None:
         """Let every unit run low from the next step on; norms are still read, judged and recorded."""
@@ -238,15 +276,18 @@ class Controller:
         """Scale every unit's remembered norms, for when the number of micro-batches (and so the norm) changes."""
         if not (np.isfinite(factor) and factor > 0):
             raise TrimtabError(f"factor must be a positive number, got {factor!r}")
+        self.settle()
         self._state = self._state._replace(history=self.detector.rescaled(self._state.history, factor))
 
     def detach(self) -> None:
         """Take the sensors off the model; the controller must not step after it."""
+        self._forget()
         for sensor in self._sensors.values():
             sensor.detach()
 
     def summary(self) -> dict[str, float]:
         """The metrics of `trimtab.control.tally`, false alarms first."""
+        self.settle()
         return self._tally.summary()
 
     def median_ratios(self) -> dict[str, float]:
@@ -304,6 +345,7 @@ class Controller:
         """Everything a resumed run needs to decide identically: plain values and tensors, by unit name."""
         if self.mode == "off":
             return {}
+        self.settle()
         state = self._state
         return {
             "version": STATE_VERSION,
@@ -327,6 +369,7 @@ class Controller:
         """Continue from a saved state; without one (a checkpoint made without trimtab) warn and start afresh."""
         if self.mode == "off":
             return
+        self._forget()
         if not state_dict:
             warnings.warn("the checkpoint holds no controller state: starting with a fresh history", stacklevel=2)
             self._reset()

@@ -2,7 +2,7 @@
 """Observe: one gradient norm per unit, read once per optimizer step.
 
     per parameter   foreach norms in FP32, on the device, one call per (device, dtype)
-    one copy        all of them to the host at once: P floats, a single wait, no `.item()` per parameter
+    one copy        all of them to the host at once: P floats, no `.item()` per parameter; whoever needs them waits
     per unit        n_b = sqrt(sum of squares over its parameters), in float64, rounded to float32
 
 What `sensors` have measured besides travels in the same copy.
@@ -17,6 +17,7 @@ true: every gradient must still be the same tensor at the same version as when i
 
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,22 @@ from trimtab.control.sensors import Sensor
 from trimtab.control.units import Unit
 from trimtab.control.values import Reading
 from trimtab.shards import by_kind
+
+
+class Pending(NamedTuple):
+    """A reading on its way to the host."""
+
+    vector: Tensor
+    """Norms of the gradients that exist, then the sensors' columns."""
+    arrived: "torch.cuda.Event | None"
+    present: NDArray[np.bool_]
+    """Which parameters had a gradient."""
+
+    def wait(self) -> NDArray[np.float32]:
+        """The numbers, once they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.vector.numpy()
 
 
 class Observer:
@@ -45,29 +62,43 @@ class Observer:
         self._unit_of = np.array([u for _, u in pairs], np.int64)
         self._num_units = len(units)
         self._norms: Tensor | None = None  # (P',) norms of the gradients that exist, on the device
-        self._host: NDArray[np.float32] = np.zeros(0, np.float32)
         self._present: NDArray[np.bool_] = np.zeros(0, bool)
         self._key: list[tuple[weakref.ref[Tensor], int]] = []
         self._clipped = False
         self._dropped = False
 
     def read(self) -> Reading:
-        """The norms of every unit, the total and the sensors' columns, one device-to-host copy.
+        """The norms of every unit, the total and the sensors' columns: start, and wait."""
+        return self.finish(self.start())
 
-        (Two where a clip has asked for the norms before.)
+    def start(self, found_inf: Tensor | None = None) -> Pending:
+        """Measure on the device and send everything to the host in one copy, without waiting for it.
+
+        Args:
+            found_inf: is set to 1 on the device if any gradient is not finite, else to 0.
         """
         further = [sensor.read() for sensor in self._sensors]
         if self._dropped or not self._is_current():
-            columns = self._measure(further)
-        else:
-            columns = torch.cat(further).cpu().numpy() if further else np.zeros(0, np.float32)
+            self._measure()
+        norms = self._norms
+        assert norms is not None
+        if found_inf is not None:
+            found_inf.copy_((~torch.isfinite(norms).all()).float())
+        vector = torch.cat([norms, *(f.to(norms.device, non_blocking=True) for f in further)]) if further else norms
+        return Pending(*_to_host(vector), self._present)
+
+    def finish(self, pending: Pending) -> Reading:
+        """Wait for a reading that was started."""
+        host = pending.wait()
+        count = int(pending.present.sum())
         squares = np.zeros(len(self.parameters))
         with np.errstate(over="ignore"):
-            squares[self._present] = self._host.astype(np.float64) ** 2
+            squares[pending.present] = host[:count].astype(np.float64) ** 2
             sums = np.bincount(self._unit_of, squares[self._parameter_of], self._num_units)
             norms = np.sqrt(sums).astype(np.float32)
-        seen = np.bincount(self._unit_of, self._present[self._parameter_of], self._num_units) > 0
-        named = {s.column: c for s, c in zip(self._sensors, columns.reshape(-1, self._num_units), strict=True)}
+        seen = np.bincount(self._unit_of, pending.present[self._parameter_of], self._num_units) > 0
+        columns = host[count:].reshape(-1, self._num_units)
+        named = {sensor.column: column for sensor, column in zip(self._sensors, columns, strict=True)}
         return Reading({"norm": norms} | named, seen, float(np.sqrt(squares.sum())))
 
     def clip_(self, max_norm: float) -> Tensor:
@@ -102,19 +133,12 @@ class Observer:
     def _dense(self) -> list[Tensor]:
         return [g.coalesce().values() if g.is_sparse else g for g in self._gradients()]
 
-    def _measure(self, further: Sequence[Tensor] = ()) -> NDArray[np.float32]:
-        """Read the norms, and bring further vectors to the host with them."""
+    def _measure(self) -> None:
+        """Take the norms, on the device."""
         self._present = np.array([p.grad is not None for p in self.parameters], bool)
         self._norms = _norms(self._dense())
-        if further:
-            place = self._norms.device
-            both = torch.cat([self._norms, *(f.to(place, non_blocking=True) for f in further)]).cpu().numpy()
-        else:
-            both = self._norms.cpu().numpy()
-        self._host, rest = both[: len(self._norms)], both[len(self._norms) :]
         self._clipped = self._dropped = False
         self._remember()
-        return rest
 
     def _remember(self) -> None:
         self._key = [(weakref.ref(g), g._version) for g in self._gradients()]
@@ -129,6 +153,17 @@ class Observer:
                 for grad, (ref, version) in zip(grads, self._key, strict=True)
             )
         )
+
+
+def _to_host(vector: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+    """Send a vector to the host; the event says when it has arrived."""
+    if not vector.is_cuda:
+        return vector.cpu(), None
+    host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    host.copy_(vector, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(vector.device))
+    return host, arrived
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

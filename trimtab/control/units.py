@@ -17,9 +17,10 @@ so they survive wrappers such as DDP.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -42,11 +43,20 @@ class Switch:
     """What the plan says; set by `control.act` alone."""
     forced: bool | None = None
     """What `trimtab.running` says, over the plan, while it is open."""
+    pending: Callable[[], object] | None = field(default=None, repr=False)
+    """Makes the plan, where it is still to be made when the next forward begins (`Controller(wait="forward")`)."""
 
     @property
     def high(self) -> bool:
         """Whether the next forward takes the high path."""
-        return self.planned if self.forced is None else self.forced
+        if self.forced is not None:
+            return self.forced
+        if self.pending is not None:
+            self.pending()
+        return self.planned
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pending": None}  # a copy waits for nobody
 
 
 @dataclass(frozen=True, eq=False)
