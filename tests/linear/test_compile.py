@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import trimtab
 from trimtab.control.gaps import Gap
 from trimtab.control.units import find_units
-from trimtab.linear import RECIPES, convert_, revert_
+from trimtab.errors import TrimtabError
+from trimtab.linear import RECIPES, convert_, opaque, revert_
 from trimtab.linear.linear import SwitchLinear, switch_linears
 
 pytestmark = [  # torch's own, while it compiles
@@ -227,7 +228,7 @@ def test_a_call_is_forgotten_with_its_graph(backend: str) -> None:
 
     def remembered() -> list[int]:
         gc.collect()
-        return [len(linear.calls) for linear in linears]
+        return [len(opaque.calls.of(linear.fqn)) for linear in linears]
 
     first, second = made(x()), made(x())
     assert remembered() == [2, 2]
@@ -246,3 +247,63 @@ def test_a_wrong_input_is_refused_by_name() -> None:
     assert isinstance(linear, SwitchLinear)
     with pytest.raises(Exception, match=r"the input of 'blocks\.0\.up' must be"):
         torch.compile(linear, backend="aot_eager", fullgraph=True)(torch.randn(2, WIDTH + 1))
+
+
+@pytest.mark.parametrize("change", ["revert", "delete"])
+@pytest.mark.parametrize("recipe", ["fp8", "saved4"])
+def test_a_backward_does_not_need_its_modules_any_more(recipe: str, change: str) -> None:
+    eager, made = model(recipe, 1), model(recipe, 1)
+    for linear in [*switch_linears(eager), *switch_linears(made)]:
+        linear.real = recipe == "saved4"
+    wanted, parameters = step(eager)[2:], list(made.parameters())
+    y = torch.compile(made, backend="aot_eager", fullgraph=True)(x())
+    if change == "revert":
+        revert_(made)
+    else:
+        del made, linear
+        torch._dynamo.reset()
+        gc.collect()
+    y.square().sum().backward()
+    assert_equal([p.grad for p in parameters], wanted)  # type: ignore[misc]
+
+
+def test_hooks_that_copy_the_token_are_refused_in_backward() -> None:
+    made = compiled(model("fp8", 1))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = made(x())
+    with pytest.raises(TrimtabError, match="hooks copy or offload floating-point tensors only"):
+        y.sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if t.is_floating_point() else t, lambda t: t):
+        y = made(x())
+    y.square().sum().backward()
+    assert_equal(gradients(made), step(model("fp8", 1))[2:])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_refused_by_name(strict: bool) -> None:
+    with pytest.raises(Exception, match=r"'blocks\.0\.up' cannot be exported"):
+        torch.export.export(model("fp8", 1), (x(),), strict=strict)
+
+
+def test_a_model_made_on_the_meta_device_compiles_when_it_has_weights() -> None:
+    eager = model("fp8", 1)
+    with torch.device("meta"):
+        made = Model(1)
+        convert_(made, "fp8")
+    made.to_empty(device="cpu").load_state_dict(eager.state_dict())
+    assert_equal(step(compiled(made)), step(eager))
+
+
+def test_a_linear_that_is_compiled_by_itself_can_be_pickled() -> None:
+    made = model("fp8", 1)
+    for linear in switch_linears(made):
+        linear.compile(backend="aot_eager")
+    wanted = step(made)
+    assert_equal(step(pickle.loads(pickle.dumps(made))), wanted)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
+def test_no_operator_may_be_recorded_in_a_cuda_graph() -> None:
+    names = ("linear", "linear_backward", "linear_saving", "linear_saving_backward", "mark")
+    for name in names:  # what they look up would be frozen
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.trimtab, name).default.tags

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import TrimtabError
 from trimtab.linear import RECIPES, convert_, real
@@ -170,6 +171,106 @@ def test_a_shared_cast_keeps_no_tensor_alive():
     del x
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_row", "int8", "saved4"])
+def test_a_second_backward_measures_its_own_gradient(recipe, device):
+    found = []
+    for model in pair(recipe, device=device):
+        x = data(device, 32, 96).requires_grad_()
+        y, grad = model(x), data(device, 32, 160)
+        y.backward(grad / 1024, retain_graph=True)
+        x.grad = None
+        model.zero_grad()
+        y.backward(grad)
+        found.append((x.grad, model[0].weight.grad))
+    for wanted, got in zip(*found, strict=True):
+        assert decibels(wanted, got) > 38
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_row", "int8", "saved4"])
+def test_a_linear_used_twice_in_a_checkpoint_measures_both_inputs(recipe, reentrant):
+    """Both recomputes repeat the last call; the size of its input is not the other's."""
+    _, model = pair(recipe, sizes=(96, 96))
+    found = []
+    for region in (lambda x: model(x * 1000) + model(x), lambda x: model(x)):
+        for recompute in (False, True):
+            x = data("cpu", 32, 96).requires_grad_()
+            y = checkpoint(region, x, use_reentrant=reentrant) if recompute else region(x)
+            y.backward(data("cpu", 32, 96, seed=2))
+            found.append([y.detach(), x.grad, model[0].weight.grad])
+            model.zero_grad()
+    for one, other in (found[:2], found[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_measured_scale_is_not_taken_from_the_history_of_the_other_path():
+    recipe = Recipe(hybrid_fp8(), RECIPES["fp8_delayed"].low)
+    emulated, actual = pair(recipe)
+    for size in (1, 1024):  # the history knows the small ones only
+        wanted, got = (run(model, data("cpu", 32, 96) * size) for model in (emulated, actual))
+    for name, tensor in wanted.items():
+        assert decibels(tensor, got[name]) > FLOORS[name], name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_visible_with_a_remembered_scale(bad, device):
+    found = []
+    for model in pair("fp8_delayed", device=device):
+        run(model, data(device, 32, 96))
+        x, grad = data(device, 32, 96), data(device, 32, 160)
+        x[3, 5] = grad[1, 2] = bad
+        found.append({name: t.isfinite() for name, t in run(model, x, grad).items()})
+    for name, wanted in found[0].items():
+        assert not wanted.all()
+        assert torch.equal(found[1][name], wanted), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_row", "int8", "saved4"])
+def test_no_tokens_give_no_output_and_zero_gradients(recipe, device):
+    """An expert that nobody was sent to."""
+    for tokens in ((0,), (2, 0)):
+        found = run(pair(recipe, device=device)[1], data(device, *tokens, 96))
+        assert found["output"].shape == (*tokens, 160)
+        assert found["input"].shape == (*tokens, 96)
+        assert found["weight"].shape == (160, 96)
+        assert not found["weight"].any()
+        assert not found["bias"].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_row", "int8"])
+def test_every_floating_type_is_taken(recipe, dtype, device):
+    emulated, actual = (model.to(dtype) for model in pair(recipe, device=device))
+    x = data(device, 32, 96).to(dtype)
+    wanted, got = run(emulated, x), run(actual, x)
+    for name, tensor in wanted.items():
+        assert got[name].dtype == dtype
+        assert decibels(tensor, got[name]) > FLOORS[name], name
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_row", "int8", "saved4"])
+def test_inference_mode_has_the_numbers_of_training(recipe):
+    _, actual = pair(recipe)
+    x = data("cpu", 32, 96)
+    wanted = actual(x.clone()).detach()
+    with torch.inference_mode():
+        assert torch.equal(actual(x), wanted)
+        assert torch.equal(actual(x.clone()), wanted)  # a tensor without a version
+    assert torch.equal(actual(x).detach(), wanted)
+
+
+def test_a_tensor_that_was_given_other_data_is_cast_again():
+    _, actual = pair()
+    x = data("cpu", 32, 96)
+    actual(x)
+    x.data = data("cpu", 32, 96, seed=2)  # the version stays
+    assert torch.equal(actual(x), actual(x.clone()))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -150,6 +150,7 @@ def _both(
         divisor = tl.broadcast_to(scale[None, :], (HEIGHT, WIDTH))
     y = tl.div_rn(x, divisor)
     y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -QMAX), QMAX))
+    y = tl.where(tl.abs(x) < float("inf"), y, float("nan"))
     if INTEGER:
         y = libdevice.rint(y)
     if ROWS:  # zeros fill the padding: what lies outside was loaded as zero
@@ -174,7 +175,7 @@ def cast_both(
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """x in few bits as it is, transposed, or both from one read, each with its scale; the inner side padded with zeros.
 
-    Values beyond the scale saturate, NaN stays NaN, and a non-finite amax makes the scale NaN.
+    Finite values beyond the scale saturate, others become NaN, and a non-finite amax makes the scale NaN.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_columns = x.shape

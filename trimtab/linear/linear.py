@@ -23,6 +23,7 @@ and reports how far apart they are. That costs the linear once more and changes 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.linear.gemms import SwitchedGemms
-from trimtab.linear.opaque import Calls, enroll, linear, linear_saving
+from trimtab.linear.opaque import enroll, linear, linear_saving, mark
 from trimtab.linear.paths import Recipe
 from trimtab.linear.real import saves
 from trimtab.linear.state import Call, Fault, PathState, Watch
 from trimtab.modules import in_backward
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 __all__ = ["Fault", "SwitchLinear", "Watch", "load_path_state", "path_state", "switch_linears"]
 
@@ -57,7 +60,6 @@ class SwitchLinear(nn.Linear):
     _last: Call | None
     number: Tensor
     """How the operator of a compiled region finds this module (`opaque.py`)."""
-    calls: Calls
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TrimtabError("a SwitchLinear is made from an nn.Linear inside a model: use convert_(model, recipe)")
@@ -66,19 +68,26 @@ class SwitchLinear(nn.Linear):
         """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
         self.switch, self.recipe, self.fqn, self.real = switch, recipe, fqn, real
         self.memory, self.fault, self.watch, self._last = PathState(recipe), None, None, None
-        self.number, self.calls = enroll(self), Calls()
+        self.number = enroll(self)
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
-        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "_last", "number", "calls"):
+        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "_last", "number"):
             del self.__dict__[attribute]
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             x, weight, bias = _cast((input, self.weight, self.bias), _autocast_dtype(input))
             self._check(x, weight)
-            run = linear_saving if self.real and saves(self.recipe.low) else linear
-            return run(x, weight, bias, self.number)[0]
+            if _is_exporting():
+                raise TrimtabError(
+                    f"{self.fqn!r} cannot be exported, because its switch is not part of a graph: revert_(model) first"
+                )
+            value = mark(x) if self.real else None
+            if self.real and saves(self.recipe.low):
+                keeps = torch.is_grad_enabled() and weight.requires_grad
+                return linear_saving(x, weight, bias, self.number, value, keeps)[0]
+            return linear(x, weight, bias, self.number, value)[0]
         call = self.begin()
         plain = call.path.is_plain and call.fault is None
         if plain and not self.memory.histories:
@@ -98,14 +107,14 @@ class SwitchLinear(nn.Linear):
         with torch.autocast(input.device.type, enabled=False):
             return self._low_precision(call, *_cast(tensors, dtype))
 
-    def begin(self) -> Call:
+    def begin(self, mark: int | None = None) -> Call:
         """The call this forward belongs to: a new one, or in a recompute the one it repeats."""
         if self._last is not None and in_backward():
-            return self._last
+            return replace(self._last, measured={}, mark=mark)
         high = self.switch.high
         path = self.recipe.high if high else self.recipe.low
         fault = None if high else self.fault
-        call = Call(path, self.memory, self.fqn, fault=fault, record=self.training, real=self.real)
+        call = Call(path, self.memory, self.fqn, fault=fault, record=self.training, real=self.real, mark=mark)
         if path.random:
             call.draw = self.memory.draws
             self.memory.draws += self.training  # an evaluation must not move the training's random numbers
@@ -132,12 +141,13 @@ class SwitchLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts outside any backward, unwatched, and under a number of its own.
-        dropped = ("number", "calls")
-        return {k: v for k, v in self.__dict__.items() if k not in dropped} | {"_last": None, "watch": None}
+        state = super().__getstate__() | {"_last": None, "watch": None}
+        del state["number"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.number, self.calls = enroll(self), Calls()
+        self.number = enroll(self)
 
 
 def _reporter(module: SwitchLinear, watch: Watch) -> Callable[[str, Tensor, Tensor], None]:

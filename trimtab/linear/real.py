@@ -10,7 +10,8 @@ matrix or per row. So an operand is quantized with its inner dimension last, wha
 
 dY is read once and written in both layouts. Of x and w only the plain 16-bit tensors are kept for backward, which
 quantizes them again, transposed, with the amax that forward has measured: that costs a read of x, and saves its memory.
-Linears that share an input (q, k, v; gate, up) share its cast: the last one made is remembered.
+Linears that share an input (q, k, v; gate, up) share its cast: the last one made is remembered. An input is the same if
+it is the same tensor at the same version, as for autograd itself: what is written through `x.data` is not seen.
 
 Saved activations (`saved4`) need no matrix units: the products are plain, and what is kept of x is packed
 (`packing.py`): 4 bits a number, or 8 when high, on any device.
@@ -36,6 +37,7 @@ from trimtab.devices import has_triton
 from trimtab.linear import emulated, packing
 from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import SIDES, Cast, Gemm, Path
+from trimtab.linear.quantize import group_amax
 from trimtab.linear.scales import amax_scale
 from trimtab.linear.state import Call
 
@@ -47,6 +49,8 @@ ALIGN = 16
 """The inner and the right outer dimension of a product must be multiples of this."""
 LEAST_ROWS = 16
 """The integer product wants more rows than this."""
+WRITTEN = (torch.bfloat16, torch.float16, torch.float32)
+"""What a product can be written in; with scales per row only in the first."""
 FAST = {"output": True, "grad_input": False, "grad_weight": False}
 """Where the tensor cores may keep the whole sum in their own registers (about 14 bits), as torchao and Transformer
 Engine do: in the forward only."""
@@ -197,29 +201,39 @@ def _cast(call: Call, role: str, operand: str, x: Tensor) -> Operand:
 
 
 def _key(operand: str, cast: Cast) -> str:
-    return operand if cast.group == "tensor" else f"{operand} per {cast.group}"
+    return f"{operand} per {cast.group}"
 
 
 def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor:
-    """The amax that an operand is scaled by: measured once per call, or remembered, or replaced by a fault."""
+    """The amax that an operand is scaled by: measured, or remembered, or replaced by a fault.
+
+    Input and weight are measured once per call. A gradient is measured in each backward: there may be two.
+    """
     change = call.change_amax(operand, cast)
     if change is not None and cast.delayed:
         return change(torch.empty(0))  # what is remembered needs no measurement
     key = _key(operand, cast)
-    if key not in call.amaxes:
-        dims = {"token": -1, "column": -2}.get(str(cast.group))
-        x = _matrix(x)
-        # One pass over memory, and NaN stays NaN.
-        call.amaxes[key] = torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=dims is not None).float()
-    amax = call.amaxes[key]
+    amax = call.measured.get(key)
+    if amax is None:
+        amax = _measure(_matrix(x), cast)
+        if operand != "grad_output":
+            call.measured[key] = amax
     return amax if change is None else change(amax)
 
 
+def _measure(x: Tensor, cast: Cast) -> Tensor:
+    """`quantize.group_amax` of a matrix in one pass over memory; NaN stays NaN."""
+    if x.numel() == 0:
+        return group_amax(x, cast.group)
+    dims = {"token": -1, "column": -2}.get(str(cast.group))
+    return torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=dims is not None).float()
+
+
 class _Last(NamedTuple):
-    """The last cast of an input, and of which tensor it is."""
+    """The last cast of an input, and of which value it is."""
 
     tensor: TensorWeakRef
-    version: int
+    value: tuple[int, ...]
     cast: Cast
     columns: bool
     amax: Tensor
@@ -229,17 +243,25 @@ class _Last(NamedTuple):
 _last: dict[torch.device, _Last] = {}
 
 
+def _value(call: Call, x: Tensor) -> tuple[int, ...]:
+    """Which value a tensor object holds: by its version, or its mark where compiled code writes past the version."""
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    return (stream, call.mark) if call.mark is not None else (stream, x._version, x.data_ptr())
+
+
 def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], Made]) -> Made:
     """A cast of an input, made once for the linears that follow each other on the same tensor."""
     if cast.delayed or call.fault is not None:  # these have scales of their own
         return make()
-    last = _last.get(x.device)
-    if last is not None and last.cast == cast and last.tensor() is x and last.version == x._version:
-        call.amaxes[_key("input", cast)] = last.amax
+    if x.is_inference() or torch.is_inference_mode_enabled():  # no versions, and nothing that autograd may keep
+        return make()
+    last, value = _last.get(x.device), _value(call, x)
+    if last is not None and last.cast == cast and last.value == value and (call.mark is not None or last.tensor() is x):
+        call.measured[_key("input", cast)] = last.amax
         if last.columns == columns:
             return last.made
     made = make()
-    _last[x.device] = _Last(TensorWeakRef(x), x._version, cast, columns, call.amaxes[_key("input", cast)], made)
+    _last[x.device] = _Last(TensorWeakRef(x), value, cast, columns, call.measured[_key("input", cast)], made)
     return made
 
 
@@ -272,16 +294,19 @@ def _unpacked(call: Call, kept: Sequence[Tensor | None], dtype: torch.dtype) -> 
 
 def _multiply(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """The product over the inner dimensions, (outer of a, outer of b)."""
+    if not a.data.numel() or not b.data.numel():  # no tokens
+        y = a.scale.new_zeros(a.data.shape[0], b.data.shape[0], dtype=dtype)
+        return y if bias is None else y + bias
     rowwise = a.scale.dim() > 0
-    half = dtype in (torch.bfloat16, torch.float16)
-    fused = bias is not None and half
+    written = torch.bfloat16 if rowwise else dtype if dtype in WRITTEN else torch.float32
+    fused = bias is not None and bias.dtype == written != torch.float32
     y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a.data,
         b.data.t(),
         scale_a=a.scale,
         scale_b=b.scale.reshape(1, -1) if rowwise else b.scale,
         bias=bias if fused else None,
-        out_dtype=torch.bfloat16 if rowwise else dtype,  # the row-wise kernel writes nothing else
+        out_dtype=written,
         use_fast_accum=FAST[role],
     ).to(dtype)
     return y if bias is None or fused else y + bias
@@ -310,7 +335,8 @@ def _quantize(x: Tensor, cast: Cast, amax: Tensor, wanted: tuple[bool, bool]) ->
         rows, columns = (None if one is None else Operand(*one) for one in made)
         return rows, columns
     scale = amax_scale(amax, fmt, pow2_scale=cast.pow2_scale)
-    y = (x.float() / scale).clamp(-fmt.max, fmt.max)
+    x = x.float()
+    y = torch.where(x.isfinite(), (x / scale).clamp(-fmt.max, fmt.max), torch.nan)  # also of a remembered scale
     y = (y.round() if fmt.is_integer else y).to(dtype)
     rows = Operand(_padded(y), scale) if wanted[0] else None
     columns = Operand(_padded(y.t()), scale if scale.dim() == 0 else scale.reshape(-1, 1)) if wanted[1] else None

@@ -145,8 +145,12 @@ class Call:
     """Whether real kernels carry it out (`real.py`)."""
     draw: int = 0
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same. On real
-    kernels also a measured one, which backward uses again."""
+    """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same."""
+    measured: dict[str, Tensor] = field(default_factory=dict)
+    """On real kernels: the amax of input and weight as measured in forward, which backward uses again. Not shared with
+    a recompute: that may be of another forward's input."""
+    mark: int | None = None
+    """Under torch.compile: which value the input is (see `opaque.mark`)."""
     shadow: "Call | None" = None
     """The same forward on the high path, where somebody watches; it shares the amaxes and changes no state."""
     report: Callable[[str, Tensor, Tensor], None] | None = None
