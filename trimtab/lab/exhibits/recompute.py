@@ -35,8 +35,8 @@ FAITHFUL = Arm("faithful", {"mode": "observe", "path": "low"}, broken=False, not
 class ForgetfulLinear(SwitchLinear):
     """A linear whose recompute is plain, whatever its forward was."""
 
-    def begin(self) -> Call:
-        return Call(Path.plain(), self.memory, self.fqn) if in_backward() else super().begin()
+    def begin(self, mark: int | None = None) -> Call:
+        return Call(Path.plain(), self.memory, self.fqn) if in_backward() else super().begin(mark)
 
 
 class Reentrant(Block):
