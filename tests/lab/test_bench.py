@@ -2,6 +2,9 @@
 """The bench: paired runs in one folder, run once, and numbers that the folders give back."""
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,3 +326,33 @@ def test_a_sweep_is_the_cells_of_one_line_in_order() -> None:
         ("h", [1.0], [9.0]),
     ]
     assert found[0]["largest_stable"] == 2.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes follow their parent on Linux only")
+def test_a_killed_bench_leaves_nobody_training(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trimtab", "bench", "smoke", "--jobs", "2", "--seeds", "2", "--device", "cpu"]
+    process = subprocess.Popen([*command, "--set", "steps=100000", "--out", str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        waiting = time.monotonic() + 60
+        while len(list(tmp_path.glob("*/*/*/run.json"))) < 2:  # two workers have begun
+            assert time.monotonic() < waiting
+            time.sleep(0.1)
+        children = [
+            int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
+        assert len(children) >= 2
+    finally:
+        process.kill()
+        process.wait()
+    waiting = time.monotonic() + 20
+    while any(is_alive(child) for child in children):
+        assert time.monotonic() < waiting
+        time.sleep(0.1)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

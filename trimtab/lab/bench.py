@@ -15,10 +15,13 @@ whose gradients or weights stop being finite has *died*: that is a result, it is
 the means, which say how many runs they are over.
 """
 
+import ctypes
 import dataclasses
 import json
 import multiprocessing
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -37,6 +40,7 @@ from trimtab.lab.run import Silent, Watcher
 from trimtab.lab.suites import Cell, Suite, merged
 
 DONE = "done.json"
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -192,10 +196,16 @@ def _parallel(todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Outcome]]
     for task in todo:
         chains.setdefault((task.cell, task.seed), []).append(task)
     context = multiprocessing.get_context("spawn")  # a forked process would share torch's threads
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
         running = {pool.submit(run_chain, chain): chain for chain in chains.values()}
         for future in as_completed(running):
             yield from zip(running[future], future.result(), strict=True)
+
+
+def _end_with_parent() -> None:
+    """On Linux: end when the bench ends, even if that was killed; an orphan would train on for hours."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_chain(chain: Sequence[Task]) -> list[Outcome]:
