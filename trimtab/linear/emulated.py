@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trimtab.linear.casts import apply_cast
 from trimtab.linear.hadamard import rotate, unrotate
 from trimtab.linear.paths import SIDES, Cast, Gemm
+from trimtab.linear.quantize import as_matrix
 from trimtab.linear.state import Call
 
 _INNER = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
@@ -39,11 +40,6 @@ def _linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if _slow_half(a):
         return nn.functional.linear(a.float(), b.float(), None if bias is None else bias.float()).to(a.dtype)
     return nn.functional.linear(a, b, bias)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """All leading dimensions as one (tokens, features); spelled out because reshape(-1) fails on empty tensors."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def prepare(call: Call, role: str, operand: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -130,7 +126,7 @@ def _output(prepared: _Prepared, x: Tensor, weight: Tensor, bias: Tensor | None)
     call = prepared.call
     if call.path.output is None:
         return nn.functional.linear(x, weight, bias)
-    a, _ = prepared.get("output", "input", _matrix(x))
+    a, _ = prepared.get("output", "input", as_matrix(x))
     b, _ = prepared.get("output", "weight", weight)
     if call.path.output.result is None:
         y = _linear(a, b, bias)
@@ -146,11 +142,11 @@ def _saved(prepared: _Prepared, x: Tensor, weight: Tensor, need_x: bool, need_w:
     mask_x = mask_w = None
     role_x, role_w = ("output", "output") if chained else ("grad_weight", "grad_input")
     if need_w and path.grad_weight is not None:
-        saved_x, _ = prepared.get(role_x, "input", _matrix(x))
+        saved_x, _ = prepared.get(role_x, "input", as_matrix(x))
     if need_x and path.grad_input is not None:
         saved_w, _ = prepared.get(role_w, "weight", weight)
     if chained:
-        mask_x = prepared.get("output", "input", _matrix(x))[1] if need_x else None
+        mask_x = prepared.get("output", "input", as_matrix(x))[1] if need_x else None
         mask_w = prepared.get("output", "weight", weight)[1] if need_w else None
     return Saved(saved_x, saved_w, mask_x, mask_w)
 
@@ -177,7 +173,7 @@ def _grad_weight(prepared: _Prepared, g: Tensor, saved: Saved, x_shape: torch.Si
     call, x = prepared.call, saved.x
     assert x is not None
     if call.path.grad_weight is None:
-        return g.t() @ _matrix(x)
+        return g.t() @ as_matrix(x)
     left, _ = prepared.get("grad_weight", "grad_output", g)
     if _chained(call):
         x, _ = prepare(call, "grad_weight", "input", x)

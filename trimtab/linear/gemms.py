@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trimtab.linear import emulated, real
+from trimtab.linear.quantize import as_matrix
 from trimtab.linear.state import Call
 
 Kept = tuple[Tensor | None, ...]
@@ -58,22 +59,17 @@ def backward(
     need_x, need_w, need_b = needs
     own = engine(call).KEPT
     with torch.autocast(grad.device.type, enabled=False):
-        g = _matrix(grad if call.fault is None else call.fault.grad_output(grad))
+        g = as_matrix(grad if call.fault is None else call.fault.grad_output(grad))
         call.observe("grad_output", g)
         grad_x, grad_w = engine(call).gradients(call, g, kept[:own], x_shape, need_x, need_w)
         if call.fault is not None and grad_w is not None:
             grad_w = call.fault.grad_weight(grad_w)
         if call.shadow is not None and call.report is not None:
-            wanted = engine(call.shadow).gradients(call.shadow, _matrix(grad), kept[own:], x_shape, need_x, need_w)
+            wanted = engine(call.shadow).gradients(call.shadow, as_matrix(grad), kept[own:], x_shape, need_x, need_w)
             for role, low, high in zip(("grad_input", "grad_weight"), (grad_x, grad_w), wanted, strict=True):
                 if low is not None:
                     call.report(role, low, high)
         return grad_x, grad_w, g.sum(0) if need_b else None
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """All leading dimensions as one (tokens, features); spelled out because reshape(-1) fails on empty tensors."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 class SwitchedGemms(torch.autograd.Function):

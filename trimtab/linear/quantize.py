@@ -58,6 +58,11 @@ def check_rounding(rounding: str) -> None:
         raise TrimtabError(f'rounding must be "nearest" or "stochastic", got {rounding!r}')
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """All leading dimensions as one (tokens, features); spelled out because reshape(-1) fails on empty tensors."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def to_groups(x: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:
     """View x so that reducing over the returned dimensions reduces over one group; short blocks are zero-padded."""
     if x.dim() == 0:

@@ -37,7 +37,7 @@ from trimtab.devices import has_triton
 from trimtab.linear import emulated, packing
 from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import SIDES, Cast, Gemm, Path
-from trimtab.linear.quantize import group_amax
+from trimtab.linear.quantize import as_matrix, group_amax
 from trimtab.linear.scales import amax_scale
 from trimtab.linear.state import Call
 
@@ -164,14 +164,10 @@ def gradients(
     if need_w:
         assert x is not None
         if columns is None:
-            grad_w = g.t() @ _matrix(x)
+            grad_w = g.t() @ as_matrix(x)
         else:
             grad_w = _multiply("grad_weight", columns, _shared(call, "grad_weight", x), g.dtype)
     return grad_x, grad_w
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Operand | None, Operand | None]:
@@ -195,7 +191,7 @@ def _cast(call: Call, role: str, operand: str, x: Tensor) -> Operand:
     cast = (gemm.left, gemm.right)[SIDES[role].index(operand)]  # type: ignore[arg-type]
     assert cast is not None
     columns = role != "output"
-    found = _quantize(_matrix(x), cast, _amax(call, operand, cast, x), (not columns, columns))[columns]
+    found = _quantize(as_matrix(x), cast, _amax(call, operand, cast, x), (not columns, columns))[columns]
     assert found is not None
     return found
 
@@ -215,7 +211,7 @@ def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor:
     key = _key(operand, cast)
     amax = call.measured.get(key)
     if amax is None:
-        amax = _measure(_matrix(x), cast)
+        amax = _measure(as_matrix(x), cast)
         if operand != "grad_output":
             call.measured[key] = amax
     return amax if change is None else change(amax)
@@ -279,7 +275,7 @@ def _packed(call: Call, x: Tensor, weight: Tensor) -> Kept:
     assert gemm is not None
     assert gemm.right is not None
     cast = gemm.right
-    made = _once(call, x, cast, False, lambda: packing.pack(_matrix(x), cast.fmt, _amax(call, "input", cast, x)))
+    made = _once(call, x, cast, False, lambda: packing.pack(as_matrix(x), cast.fmt, _amax(call, "input", cast, x)))
     return made[0], weight, made[1]
 
 
