@@ -3,7 +3,6 @@
 
 import functools
 import json
-import random
 import re
 import shlex
 from fnmatch import fnmatch
@@ -16,25 +15,15 @@ from trimtab.lab.config import load_settings
 from trimtab.lab.diagnose import diagnose
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.lab.subject import load_subject
-from trimtab.lab.train import train
 from trimtab.linear import convert_
 
 UNITS = [f"blocks.{end}" for end in ("0.attn.*", "0.mlp.*", "1.attn.*", "1.mlp.gate", "1.mlp.up", "1.mlp.down")]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture(name="folder", scope="module")
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _folder(short_run: Any) -> Path:
     """A run of three steps, and its text beside it."""
-    folder = tmp_path_factory.mktemp("cli_diagnose")
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
-    (folder / "words.txt").write_text(" ".join(random.Random(0).choices(words, k=1200)), encoding="utf-8")
-    settings = {"data": str(folder / "words.txt"), "device": "cpu", "steps": 3, "batch": 2, "seq": 16}
-    train({**settings, "eval_batches": 1}, folder / "run")
-    return folder
+    return short_run(3).parent
 
 
 @pytest.fixture(name="call")
@@ -52,7 +41,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r"\s*\*\.\S+\s+-?\d", line)]
 
 
-def test_the_table_is_the_librarys_and_the_advice_works(call: Any, folder: Path) -> None:
+def test_the_table_is_the_librarys_and_the_advice_works(call: Any, folder: Path, contents: Any) -> None:
     before = contents(folder)
     options = ("--batches", "2", "--batch", "1", "--keep", "2", "--top", "4", "--device", "cpu")
     answer = call(folder / "run", folder / "words.txt", "--unit", json.dumps(UNITS), *options)

@@ -3,7 +3,6 @@
 
 import functools
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,11 @@ from typing import Any
 import pytest
 
 from trimtab.lab.evaluate import evaluate_run
-from trimtab.lab.train import train
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluate")
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog")
-    (folder / "words.txt").write_text(" ".join(random.Random(0).choices(words, k=1200)), encoding="utf-8")
-    settings = {"data": str(folder / "words.txt"), "device": "cpu", "steps": 4, "batch": 2, "seq": 16}
-    train({**settings, "eval_batches": 2}, folder / "run")
-    return folder / "run"
+@pytest.fixture(name="run", scope="module")
+def _run(short_run: Any) -> Path:
+    return short_run(4)
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def refused(answer: Any, *words: str) -> None:
         assert word in answer.err
 
 
-def test_the_table_holds_what_the_library_finds(evaluate: Any, run: Path) -> None:
+def test_the_table_holds_what_the_library_finds(evaluate: Any, run: Path, contents: Any) -> None:
     before = contents(run)
     answer = evaluate(run, "--bits", "4-4-16", "--bits", "2-2-2+had")
     assert (answer.code, answer.err) == (0, "")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.replayed import replayed
 from torch import nn
 
 import trimtab
@@ -464,14 +465,7 @@ def test_live_decisions_are_those_of_a_replay_of_the_trace(name: str, tmp_path: 
     trace = read_trace(tmp_path / "run" / "trace.arrow")
     assert tuple(trace.columns) == controller.detector.columns
     assert detector_of(trace.detector) == controller.detector
-    d = trimtab.replay(
-        trace.norms,
-        Policy.from_dict(trace.policy),
-        seen=trace.seen,
-        recoverable=trace.recoverable,
-        detector=trace.detector,
-        columns=trace.columns,
-    )
+    d = replayed(trace)
     assert d.high.any()
     assert [tuple(np.array(trace.units)[row]) for row in d.high] == [plan for plan, _ in found]
     np.testing.assert_array_equal(trace.high[1:], d.high[:-1])

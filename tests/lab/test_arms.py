@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference.replayed import replayed
 
 from trimtab.control.policy import Policy
 from trimtab.control.replay import replay
@@ -109,16 +110,7 @@ def test_whom_the_policy_chooses_follows_from_what_was_read(ran: Ran, name: str)
     read = name.split("-")[0]
     assert found.detector["name"] == (read if read in DETECTORS else "gnmr") + (":full" if full else "")
     assert found.detector.get("norm_sigmas", 4.0) == (2.5 if name == "output-replay" else 4.0)
-    wanted = replay(
-        found.norms,
-        Policy.from_dict(found.policy),
-        seen=found.seen,
-        recoverable=found.recoverable,
-        total_steps=found.total_steps,
-        detector=found.detector,
-        columns=found.columns,
-    )
-    assert (wanted.high[:-1] == found.high[1:]).all()
+    assert (replayed(found).high[:-1] == found.high[1:]).all()
 
 
 def test_gnmr_is_the_suites_policy_and_its_variants_change_one_thing(ran: Ran, suite: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reference.replayed import replayed
 
-from trimtab.control.policy import HISTORIES, Policy
-from trimtab.control.replay import replay
+from trimtab.control.policy import HISTORIES
 from trimtab.errors import NonFiniteError, TrimtabError
 from trimtab.lab.config import Config
 from trimtab.lab.run import Run, Silent, StepInfo
@@ -138,18 +138,6 @@ def assert_same_run(one: Path, two: Path) -> None:
     assert_same(ours, theirs)
 
 
-def decided(found: Trace) -> np.ndarray:
-    return replay(
-        found.norms,
-        Policy.from_dict(found.policy),
-        seen=found.seen,
-        recoverable=found.recoverable,
-        total_steps=found.total_steps,
-        detector=found.detector,
-        columns=found.columns,
-    ).high
-
-
 def test_the_run_folder_is_complete(go: Any) -> None:
     folder = go("run", settings={"eval_every": 4, "faults": "blocks.*.mlp.up:grad_scale:start=3"})
     assert {path.name for path in folder.iterdir()} == {"run.json", "metrics.jsonl", "trace.arrow", "checkpoints"}
@@ -203,7 +191,7 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(go: Any, case: st
         found = trace(whole)
         assert found.high[found.steps > 5].any()  # else there was no decision to repeat
         assert not found.high[0].any()
-        assert (decided(found)[:-1] == found.high[1:]).all()
+        assert (replayed(found).high[:-1] == found.high[1:]).all()
     if "replay_step" in settings.get("policy", {}):
         assert np.count_nonzero(np.diff(trace(whole).steps) == 0) > 0
 
@@ -250,7 +238,7 @@ def test_a_larger_steps_goes_on_at_the_final_rate(go: Any) -> None:
     assert len(rates) == 14
     assert rates[9:] == pytest.approx([0.0004] * 5)
     found = trace(folder)
-    assert (decided(found)[:-1] == found.high[1:]).all()
+    assert (replayed(found).high[:-1] == found.high[1:]).all()
 
 
 def test_a_longer_run_that_is_killed_keeps_its_new_end(go: Any, tmp_path: Path) -> None:
@@ -383,7 +371,7 @@ def test_watching_changes_not_a_bit(go: Any) -> None:
     assert_same(state(off)["model"], state(observe)["model"])
     assert not (off / "trace.arrow").exists()
     assert not trace(observe).high.any()
-    assert decided(trace(observe)).any()  # it would have acted
+    assert replayed(trace(observe)).high.any()  # it would have acted
 
 
 def test_observe_leaves_every_unit_low(go: Any) -> None:

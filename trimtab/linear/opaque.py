@@ -28,6 +28,7 @@ All this happens on the host, so none of it can be recorded in a CUDA graph; the
 import functools
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,6 +109,18 @@ def _begin(number: Tensor, mark: Tensor | None) -> "Call":
     return _modules[int(number)].begin(None if mark is None else int(mark))
 
 
+def _filled(found: gemms.Gradients, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as an operator returns them: an empty tensor stands for one that is not needed."""
+    x, weight, bias = (grad.new_empty(0) if g is None else g.contiguous() for g in found)
+    return x, weight, bias
+
+
+def _blank(shapes: Sequence[Sequence[int]], needs: list[bool], grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without values."""
+    x, weight, bias = (grad.new_empty(tuple(s) if need else (0,)) for s, need in zip(shapes, needs, strict=True))
+    return x, weight, bias
+
+
 @_operator("trimtab::linear")
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, mark: Tensor | None
@@ -133,13 +146,13 @@ def linear_backward(
     call, _ = calls.get(token)
     kept = gemms.keep(call, x, weight, needs[0], needs[1])
     found = gemms.backward(call, grad, kept, x.shape, needs)
-    return tuple(grad.new_empty(0) if g is None else g.contiguous() for g in found)  # type: ignore[return-value]
+    return _filled(found, grad)
 
 
 @linear_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, token: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     shapes = (x.shape, weight.shape, weight.shape[:1])
-    return tuple(grad.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))  # type: ignore[return-value]
+    return _blank(shapes, needs, grad)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -190,13 +203,13 @@ def linear_saving_backward(
     call, (codes, _, *more) = calls.get(token)
     shape = torch.Size((*grad.shape[:-1], weight.shape[1]))
     found = gemms.backward(call, grad, (codes, weight, *more), shape, needs)
-    return tuple(grad.new_empty(0) if g is None else g.contiguous() for g in found)  # type: ignore[return-value]
+    return _filled(found, grad)
 
 
 @linear_saving_backward.register_fake
 def _(grad: Tensor, weight: Tensor, token: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((*grad.shape[:-1], weight.shape[1]), weight.shape, weight.shape[:1])
-    return tuple(grad.new_empty(s if need else (0,)) for s, need in zip(shapes, needs, strict=True))  # type: ignore[return-value]
+    return _blank(shapes, needs, grad)
 
 
 def _setup_saving(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
