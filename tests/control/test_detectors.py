@@ -41,8 +41,8 @@ def readings(seed: int, steps: int = 60, units: int = 5) -> tuple[np.ndarray, np
     norms, seen = noise(), rng.random((steps, units)) < 0.9
     norms[rng.random(norms.shape) < 0.03] = NAN
     norms[rng.random(norms.shape) < 0.03] = 0
-    columns = {name: noise() for name in ("update", "spectral", "gsnr", "noise", "output", "gap")}
-    for name, share in {"update": 0.1, "noise": 0.4, "gap": 0.7, "output": 0.1}.items():
+    columns = {name: noise() for name in ("update", "spectral", "gsnr", "noise", "output", "grad_output", "gap")}
+    for name, share in {"update": 0.1, "noise": 0.4, "gap": 0.7, "output": 0.1, "grad_output": 0.1}.items():
         columns[name][rng.random(norms.shape) < share] = NAN
     return norms, seen, columns
 
@@ -125,8 +125,13 @@ def slow_column(name: str, level: float | None, inverse: bool) -> Any:
     return slow
 
 
-def slow_output(
-    norms: np.ndarray, seen: np.ndarray, columns: dict, policy: Policy, norm_sigmas: float = 4.0
+def slow_source(
+    norms: np.ndarray,
+    seen: np.ndarray,
+    columns: dict,
+    policy: Policy,
+    sigmas: float = 6.0,
+    norm_sigmas: float = 8.0,
 ) -> np.ndarray:
     class Unit:
         def __init__(self, follow: float, trend: float, floor: float) -> None:
@@ -149,20 +154,28 @@ def slow_output(
 
     units = norms.shape[1]
     gains = [Unit(0.25, 0.1, 0.005) for _ in range(units)]
+    backs = [Unit(0.05, 0.0, 0.05) for _ in range(units)]
     sizes = [Unit(0.05, 0.0, 0.1) for _ in range(units)]
     risk = np.zeros(norms.shape)
     for t in range(len(norms)):
-        out = columns["output"][t]
+        out, arrived = columns["output"][t], columns["grad_output"][t]
         zg = [abs(gains[b].z(float(out[b]))) if seen[t, b] else 0.0 for b in range(units)]
+        made = [float(np.float32(norms[t, b]) / arrived[b]) for b in range(units)]
+        zb = [abs(backs[b].z(made[b])) if seen[t, b] else 0.0 for b in range(units)]
         zn = [max(sizes[b].z(float(norms[t, b])), 0.0) if seen[t, b] else 0.0 for b in range(units)]
-        own = [max(g / 4, n / norm_sigmas) / policy.alpha for g, n in zip(zg, zn, strict=True)]
+        own = [max(max(g, k) / sigmas, n / norm_sigmas) / policy.alpha for g, k, n in zip(zg, zb, zn, strict=True)]
         broken = [b for b in range(units) if seen[t, b] and math.isinf(out[b])]
         poisoned = [b for b in range(units) if seen[t, b] and not math.isfinite(norms[t, b])]
+        torn = [b for b in poisoned if math.isfinite(arrived[b])]
         source = None
         if broken:
             source = broken[0]
-        elif not poisoned and max(zg) > 4 * policy.alpha:
+        elif torn:
+            source = torn[-1]
+        elif not poisoned and max(zg) > sigmas * policy.alpha:
             source = zg.index(max(zg))
+        elif not poisoned and max(zb) > sigmas * policy.alpha:
+            source = zb.index(max(zb))
         elif not poisoned and max(zn) > norm_sigmas * policy.alpha:
             source = max(b for b in range(units) if zn[b] >= max(zn) / 2)
         for b in range(units):
@@ -211,7 +224,7 @@ SLOW = {
     "jacobian": slow_column("spectral", None, False),
     "gsnr": slow_column("gsnr", None, True),
     "snr": slow_column("noise", 0.1, False),
-    "output": slow_output,
+    "source": slow_source,
     "gap": slow_gap,
 }
 
@@ -291,66 +304,63 @@ def test_gap_keeps_a_steady_offender_and_forgets_a_fault_that_cannot_be_measured
     assert risk[59, 3] > 1 > risk[59, 1]
 
 
-def test_output_names_the_gain_that_moved_and_for_a_bad_gradient_the_last_that_rose() -> None:
+def test_source_names_the_gain_that_moved_and_else_the_last_norm_that_rose() -> None:
     rng = np.random.default_rng(1)
     norms = np.exp(rng.normal(0, 0.1, (60, 6)))
     gain = np.exp(rng.normal(0, 0.01, (60, 6)))
     norms[30] *= 10  # a forward fault in unit 4: every norm rises, one gain falls
     gain[30, 4] *= 0.7
-    norms[45, :4] *= [40, 30, 35, 20]  # a backward fault in unit 3: it and all before it
-    d = trimtab.replay(norms, CONSTANT, detector="output", columns={"output": gain})
+    norms[38, :4] *= [40, 30, 35, 20]  # a backward fault in unit 2: unit 3 is not to blame for what arrives at it
+    arrived = norms * np.exp(rng.normal(0, 0.1, (60, 6)))
+    arrived[38, 2] /= 35
+    norms[45, :4] *= [40, 30, 35, 20]  # what unit 4 hands on was damaged: no gain moves
+    arrived[45, :4] *= [40, 30, 35, 20]
+    d = trimtab.replay(norms, CONSTANT, detector="source", columns={"output": gain, "grad_output": arrived})
     assert np.flatnonzero(d.risk[30] > 1).tolist() == [4]
+    assert np.flatnonzero(d.risk[38] > 1).tolist() == [2]
     assert np.flatnonzero(d.risk[45] > 1).tolist() == [3]
+    assert not (d.risk[10:30] > 1).any()
     plain = trimtab.replay(norms, CONSTANT)
-    assert plain.ratio[30].argmax() != 4
-    assert plain.ratio[45].argmax() != 3
+    assert [plain.ratio[t].argmax() for t in (30, 38, 45)] != [4, 2, 3]
 
 
-@pytest.mark.parametrize("norm_sigmas", [1.5, 8.0])
-def test_output_with_another_threshold_for_norms_is_its_slow_version(norm_sigmas: float) -> None:
+def test_what_is_not_finite_began_where_what_came_in_was_finite() -> None:
+    rng = np.random.default_rng(2)
+    norms, gain, arrived = (np.exp(rng.normal(0, 0.05, (40, 5))) for _ in range(3))
+    norms[20, :3], arrived[20, :2] = NAN, INF  # the backward of unit 2
+    gain[30, 1], gain[30, 2:], norms[30], arrived[30] = INF, NAN, NAN, INF  # the forward of unit 1
+    norms[35], arrived[35] = NAN, INF  # the loss itself: nobody's
+    d = trimtab.replay(norms, CONSTANT, detector="source", columns={"output": gain, "grad_output": arrived})
+    assert d.risk[20].argmax() == 2
+    assert np.isinf(d.risk[20]).sum() == 1
+    assert d.risk[30].argmax() == 1
+    assert np.isinf(d.risk[30]).sum() == 1
+    assert np.isinf(d.risk[35]).all()
+
+
+@pytest.mark.parametrize("options", [{"norm_sigmas": 1.5}, {"sigmas": 2.0, "norm_sigmas": 4.0}])
+def test_source_with_other_thresholds_is_its_slow_version(options: dict[str, float]) -> None:
     norms, seen, columns = readings(11)
-    d = trimtab.replay(
-        norms, CONSTANT, seen=seen, detector={"name": "output", "norm_sigmas": norm_sigmas}, columns=columns
-    )
-    np.testing.assert_allclose(d.risk, slow_output(norms, seen, columns, CONSTANT, norm_sigmas), rtol=1e-9)
-    usual = trimtab.replay(norms, CONSTANT, seen=seen, detector="output", columns=columns)
+    d = trimtab.replay(norms, CONSTANT, seen=seen, detector={"name": "source", **options}, columns=columns)
+    np.testing.assert_allclose(d.risk, slow_source(norms, seen, columns, CONSTANT, **options), rtol=1e-9)
+    usual = trimtab.replay(norms, CONSTANT, seen=seen, detector="source", columns=columns)
     assert (d.risk != usual.risk).any()
-
-
-def test_the_threshold_for_norms_changes_nothing_else() -> None:
-    rng = np.random.default_rng(3)
-    norms = np.exp(rng.normal(0, 0.1, (60, 6)))
-    gain = np.exp(rng.normal(0, 0.01, (60, 6)))
-    norms[45, :4] *= 1.4  # a weak backward fault in unit 3
-    flat = np.ones_like(norms)
-
-    def run(norms: np.ndarray, gain: np.ndarray, **options: float) -> trimtab.Decisions:
-        return trimtab.replay(norms, CONSTANT, detector={"name": "output", **options}, columns={"output": gain})
-
-    for sigmas in (2.0, 8.0):
-        by_gain, by_norm = run(flat, gain, norm_sigmas=sigmas), run(norms, flat, norm_sigmas=sigmas)
-        assert by_gain.risk.tobytes() == run(flat, gain).risk.tobytes()
-        assert by_gain.ratio.any()
-        np.testing.assert_allclose(by_norm.ratio, run(norms, flat).ratio * 4 / sigmas, rtol=1e-12)
-        assert by_norm.ratio.any()
-    assert not (run(norms, gain).risk[45] > 1).any()
-    assert np.flatnonzero(run(norms, gain, norm_sigmas=2.5).risk[45] > 1).tolist() == [3]
     with pytest.raises(TrimtabError, match="norm_sigmas must be a positive number, got 0"):
-        detector_of("output", norm_sigmas=0)
+        detector_of("source", norm_sigmas=0)
 
 
-def test_output_finds_the_source_of_forward_faults_more_often_than_the_largest_ratio() -> None:
+def test_source_finds_faults_more_often_than_the_largest_ratio() -> None:
     config = ModelConfig.size("micro", width=32, heads=2, ffn=48, max_seq=16, vocab_size=64)
-    found = {"output": 0, "ratio": 0}
-    for trial in range(6):
+    found = {"source": 0, "ratio": 0}
+    for trial in range(8):
         model = Decoder(config, seed=trial)
         trimtab.convert_(model, "fp8")
         units = [unit.name for unit in find_units(model)]
         guilty = (5 * trial + 2) % len(units)
-        kind = ("output_scale", "zero_blocks", "stale_scale")[trial % 3]
+        kind = ("output_scale", "zero_blocks", "stale_scale", "grad_scale")[trial % 4]
         faults = Faults(model, f"{units[guilty]}:{kind}:start=16")
         rows = []
-        controller = Controller(model, CONSTANT, mode="observe", detector="output")
+        controller = Controller(model, CONSTANT, mode="observe", detector="source")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(1, 17):
             faults.at(step)
@@ -363,12 +373,13 @@ def test_output_finds_the_source_of_forward_faults_more_often_than_the_largest_r
             rows.append(controller.reading.columns)
             optimizer.step()
             optimizer.zero_grad()
-        norms, gains = (np.array([row[name] for row in rows]) for name in ("norm", "output"))
-        d = trimtab.replay(norms, CONSTANT, detector="output", columns={"output": gains})
-        found["output"] += int(d.risk[-1].argmax() == guilty)
+        columns = {name: np.array([row[name] for row in rows]) for name in ("norm", "output", "grad_output")}
+        norms = columns.pop("norm")
+        d = trimtab.replay(norms, CONSTANT, detector="source", columns=columns)
+        found["source"] += int(d.risk[-1].argmax() == guilty)
         found["ratio"] += int(trimtab.replay(norms, CONSTANT).ratio[-1].argmax() == guilty)
-    assert found["output"] >= 5
-    assert found["ratio"] <= 3
+    assert found["source"] >= 7
+    assert found["ratio"] <= 4
 
 
 # A full budget
@@ -433,7 +444,7 @@ def build(name: str, recorder: Any = None, **options: Any) -> tuple[nn.Sequentia
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     trimtab.convert_(model, "fp8")
-    sigmas = name in ("output", "zscore")  # a ratio of 1 stands for several deviations there
+    sigmas = name in ("source", "zscore")  # a ratio of 1 stands for several deviations there
     policy = Policy(alpha=0.2 if sigmas else 1.02, alpha_warmup=None, beta=1.05, max_high=2, window=2, lock_steps=1)
     return model, Controller(model, policy, detector=name, recorder=recorder, **options)
 
@@ -545,7 +556,7 @@ def test_the_scale_of_the_gradient_can_change_under_every_detector() -> None:
         one = detector_of(name)
         alpha = np.full(20, CONSTANT.alpha)
         parts = [{"norm": norms} | columns, {"norm": norms * np.float32(4)} | columns]
-        parts[1]["gap"] = columns["gap"] * np.float32(4)
+        parts[1] |= {key: columns[key] * np.float32(4) for key in ("gap", "grad_output")}
         fresh = one.fresh(5, CONSTANT)
         _, memory = one.judge(fresh, {k: v[:20] for k, v in parts[0].items()}, seen[:20], CONSTANT, alpha)
         wanted, _ = one.judge(memory, {k: v[20:] for k, v in parts[0].items()}, seen[20:], CONSTANT, alpha)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import trimtab
 from trimtab import Controller, Policy, Recorder, TrimtabError
 from trimtab.control.gaps import Gap, Noise
-from trimtab.control.listeners import GradientSNR, OutputGain
+from trimtab.control.listeners import GradientSNR, GradOutput, OutputGain
 from trimtab.control.observe import Observer
 from trimtab.control.sensing import SENSORS, sensor_of
 from trimtab.control.sensors import SpectralNorm, UpdateNorm
@@ -158,6 +158,57 @@ def test_the_first_output_that_is_not_finite_is_infinite_and_what_follows_is_not
     assert math.isnan(found[2])
 
 
+# Gradients that arrive at outputs
+
+
+def test_what_arrives_is_the_gradient_of_the_outputs_over_modules_and_micro_batches() -> None:
+    model = model_of(None)
+    units = [Unit("both", tuple(model[0].parameters()), None, (model[0], model[1])), Unit("none", ())]
+    squares = 0.0
+    for step in range(2):
+        x, outputs = batch(step), []
+        for module in model:
+            x = module(x)
+            x.retain_grad()
+            outputs.append(x)
+        x.square().mean().backward()
+        squares += sum(float(y.grad.double().square().sum()) for y in outputs[:2])
+    sensor = GradOutput()
+    sensor.attach(units)
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+    model.eval()
+    model(batch(7)).square().mean().backward()
+    model.train()
+    found = sensor.read()
+    assert found[0] == pytest.approx(math.sqrt(squares), rel=1e-5)
+    assert math.isnan(found[1])
+    assert torch.isnan(sensor.read()).all()  # no backward since
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_arrives_is_heard_once_under_a_recompute(reentrant: bool) -> None:
+    found = []
+    for checkpointed in (False, True):
+        model = model_of(None)
+        sensor = attached(GradOutput(), model)
+        x = batch(0).requires_grad_()
+        y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        y.square().mean().backward()
+        found.append(sensor.read().tolist())
+    assert found[0] == found[1]
+
+
+def test_a_gradient_that_is_not_finite_arrives_as_infinite_upstream_only() -> None:
+    model = model_of("fp8")
+    sensor = attached(GradOutput(), model)
+    Faults(model, "1:nan:start=1").at(1)
+    model(batch(0)).square().mean().backward()
+    found = sensor.read()
+    assert math.isinf(found[0])
+    assert torch.isfinite(found[1:]).all()
+
+
 # Noise and gap
 
 
@@ -281,7 +332,7 @@ def assert_bare(model: nn.Module) -> None:
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("detector", ["gnmr", "update", "jacobian", "gsnr", "snr", "output", "gap"])
+@pytest.mark.parametrize("detector", ["gnmr", "update", "jacobian", "gsnr", "snr", "source", "gap"])
 def test_everything_comes_to_the_host_in_one_copy(detector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("fp8")
     controller = Controller(model, Policy(alpha_warmup=None), detector=detector)
@@ -345,7 +396,7 @@ def test_a_clip_before_the_step_changes_no_column() -> None:
     columns = []
     for clip_first in (False, True):
         model = model_of("fp8")
-        controller = Controller(model, Policy(alpha_warmup=None), detector="output")
+        controller = Controller(model, Policy(alpha_warmup=None), detector="source")
         model(batch(0)).square().mean().backward()
         if clip_first:
             controller.clip_grad_norm_(100.0)

@@ -13,7 +13,7 @@ that holds the columns gives the run's own decisions, bit for bit.
     jacobian   its weights' spectral norm is large beside the other units'           spectral
     gsnr       its gradient's signal-to-noise ratio is small beside the others'      gsnr
     snr        the low path's relative error is above that of 20 dB                  noise
-    output     the gain of its linears, or its norm, surprises (`sources.py`)        output
+    source     a fault began in it: its gain surprises (`sources.py`)                output, grad_output
     gap        the low path perturbs its gradient more than others' (`estimates.py`) gap
 
 In every one `ratio` is what `policy.alpha` is held against. For `gnmr`, `relative` and `update` also the jump counts,
@@ -42,7 +42,7 @@ from trimtab.control.estimates import Gap
 from trimtab.control.judge import History, judge
 from trimtab.control.measures import median_of, settle
 from trimtab.control.policy import Policy
-from trimtab.control.sources import Output
+from trimtab.control.sources import Source
 from trimtab.control.values import Bools, Floats, Risk
 from trimtab.control.zscore import ZScore
 from trimtab.errors import TrimtabError
@@ -184,7 +184,7 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
     "jacobian": lambda **options: OnColumn("jacobian", "spectral", **_with(options, against="units")),
     "gsnr": lambda **options: OnColumn("gsnr", "gsnr", **_with(options, against="units", inverse=True)),
     "snr": _snr,
-    "output": Output,
+    "source": Source,
     "gap": Gap,
 }
 

@@ -98,10 +98,7 @@ class OutputGain(Base):
     def attach(self, units: Sequence[Unit]) -> None:
         """Hook the forward of every module of a unit."""
         super().attach(units)
-        if not any(unit.modules for unit in units):
-            raise TrimtabError("an output is that of a module, and these units name none: use units of find_units")
-        modules = {id(m): m for unit in units for m in unit.modules}
-        self._handles = [m.register_forward_hook(_listen_forward(self, key)) for key, m in modules.items()]
+        self._handles = _hook_forwards(units, lambda key: _listen_forward(self, key))
         _removed_with(self, self._handles)
 
     @torch.no_grad()
@@ -133,6 +130,59 @@ class OutputGain(Base):
         _remove(self._handles)
 
 
+class GradOutput(Base):
+    """Column `grad_output`: the norm of the gradient that arrives at the outputs of a unit's modules.
+
+    Together over its modules and the step's micro-batches: the root of the sum of squares.
+    """
+
+    column = "grad_output"
+
+    def __init__(self) -> None:
+        self._squares: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Hook the outputs of every module of a unit."""
+        super().attach(units)
+        self._handles = _hook_forwards(units, lambda key: _listen_output(self, key))
+        _removed_with(self, self._handles)
+
+    @torch.no_grad()
+    def take(self, key: int, grad: Tensor) -> None:
+        """Add the gradient of one output of one module."""
+        square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square_()
+        self._squares[key] = self._squares[key] + square if key in self._squares else square
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Close the step, all units at once."""
+        heard = [[self._squares[key] for key in map(id, unit.modules) if key in self._squares] for unit in self.units]
+        self._squares = {}
+        flat = [square for unit in heard for square in unit]
+        if not flat:
+            return torch.full((len(heard),), torch.nan)
+        squares = together(flat)
+        if not all(len(unit) == 1 for unit in heard):
+            parts = iter(squares.split([len(unit) for unit in heard if unit]))
+            squares = together([next(parts).sum() if unit else torch.tensor(torch.nan) for unit in heard])
+            missing = torch.tensor([not unit for unit in heard], device=squares.device)
+            return squares.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(missing, torch.nan)
+        return squares.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    def detach(self) -> None:
+        """Unhook."""
+        _remove(self._handles)
+
+
+def _hook_forwards(units: Sequence[Unit], hook: Callable[[int], Callable[..., None]]) -> list[Any]:
+    """A forward hook on every module of the units."""
+    modules = {id(m): m for unit in units for m in unit.modules}
+    if not modules:
+        raise TrimtabError("an output is that of a module, and these units name none: use units of find_units")
+    return [module.register_forward_hook(hook(key)) for key, module in modules.items()]
+
+
 def _mean(before: tuple[Tensor, Tensor, int], into: Tensor, out: Tensor) -> tuple[Tensor, Tensor, int]:
     """The sizes of one forward more: the RMS over all inputs, the mean of roots over all outputs."""
     times = before[2] + 1
@@ -157,6 +207,21 @@ def _listen_forward(sensor: OutputGain, key: int) -> Callable[[nn.Module, Any, A
         found = alive()
         if found is not None and module.training and not in_backward() and isinstance(y, Tensor) and args:
             found.take(key, args[0], y)
+
+    return hook
+
+
+def _listen_output(sensor: GradOutput, key: int) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that listens to the output's own gradient; a recomputed output never gets one."""
+    alive = weakref.ref(sensor)
+
+    def take(grad: Tensor) -> None:
+        if (found := alive()) is not None:
+            found.take(key, grad)
+
+    def hook(module: nn.Module, args: Any, y: Any) -> None:
+        if alive() is not None and module.training and isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(take)
 
     return hook
 

@@ -7,13 +7,13 @@ from typing import Any
 from trimtab.checks import meant
 from trimtab.control.detectors import Detector, FullBudget
 from trimtab.control.gaps import Gap, Noise
-from trimtab.control.listeners import GradientSNR, OutputGain
+from trimtab.control.listeners import GradientSNR, GradOutput, OutputGain
 from trimtab.control.sensors import Sensor, SpectralNorm, UpdateNorm
 from trimtab.control.units import Unit
 from trimtab.errors import TrimtabError
 
 SENSORS: dict[str, Callable[..., Sensor]] = {
-    kind.column: kind for kind in (UpdateNorm, SpectralNorm, GradientSNR, OutputGain, Noise, Gap)
+    kind.column: kind for kind in (UpdateNorm, SpectralNorm, GradientSNR, OutputGain, GradOutput, Noise, Gap)
 }
 """The sensor of each column."""
 

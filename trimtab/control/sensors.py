@@ -5,15 +5,16 @@ A detector names the columns it judges (`detectors.py`); a sensor fills one. It 
 step runs, and is read after its last backward: a vector on the device, which travels to the host with the norms in
 one copy. NaN means "not measured in this step", Inf "measured, and not finite".
 
-    column     of a unit                                             cost in a step
-    update     norm of its last parameter update                     one pass over the parameters, one copy of them kept
-    spectral   largest singular value of its matrices                two matrix-vector products per matrix
-    gsnr       (mean g)^2 / Var g over the micro-batches             one pass per backward, two FP32 copies kept
-    output     gain of its linears: size of outputs over inputs      one pass over both
-    noise      how far low is from high, all three GEMMs             these GEMMs once more, so nearly the whole step
-    gap        the same times its gradient norm, few units a step    a share of that: 2 % unless asked otherwise
+    column       of a unit                                            cost in a step
+    update       norm of its last parameter update                    one pass over the parameters, a copy of them kept
+    spectral     largest singular value of its matrices               two matrix-vector products per matrix
+    gsnr         (mean g)^2 / Var g over the micro-batches            one pass per backward, two FP32 copies kept
+    output       gain of its linears: size of outputs over inputs     one pass over both
+    grad_output  norm of the gradient that arrives at its outputs     one pass over it
+    noise        how far low is from high, all three GEMMs            these GEMMs once more, so nearly the whole step
+    gap          the same times its gradient norm, few units a step   a share of that: 2 % unless asked otherwise
 
-The first two are here, the next two listen to the passes (`listeners.py`), the last two need the watch of a converted
+The first two are here, the next three listen to the passes (`listeners.py`), the last two need the watch of a converted
 linear (`gaps.py`). `attach_sensors` finds those that a detector needs (`sensing.py`).
 
 Steps are what `read` separates: micro-batches add up, a recompute inside a backward does not count, nor does an

@@ -12,12 +12,15 @@ linears and the signal on the adapters.
     find_units  the units of a model, converted or plain
 
 This file is all that `control` and `linear` know of each other: `linear` puts a `Switch` on its modules
-as the attribute `switch`, `control` finds it there. Names are relative to the model that was converted,
-so they survive wrappers such as DDP.
+as the attribute `switch`, `control` finds it there. Names are those of the bare model, without what DDP,
+torch.compile or activation checkpointing add to them.
+
+Experts that are slices of one parameter are units by slice: an `index` says which slice of its parameters is
+a unit's signal. They have no path of their own to switch, so they are watched.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.modules import block_of, expert_of, output_head
+from trimtab.modules import bare_modules, block_of, expert_of, output_head, stacked
 
 Grouping = str | Sequence[str]
 
@@ -69,6 +72,8 @@ class Unit:
     modules: tuple[nn.Module, ...] = field(default=(), repr=False)
     bystander: bool = False
     """Watched on request (`watch=`) and never chosen, not even on a plain model, where choices are on paper."""
+    index: int | None = None
+    """Which slice of its parameters' first dimension is the signal (an expert of a stack); None: all of them."""
 
     @property
     def recoverable(self) -> bool:
@@ -126,11 +131,7 @@ def gather_units(
         )
     for pattern in watch:
         taken = {unit.name for unit in found}
-        more = tuple(
-            Unit(path, own, bystander=True)
-            for path, module in model.named_modules()
-            if fnmatchcase(path, pattern) and path not in taken and (own := trainable([module]))
-        )
+        more = tuple(u for u in _watchable(model) if fnmatchcase(u.name, pattern) and u.name not in taken)
         if not more:
             raise TrimtabError(f"watch pattern {pattern!r} matches no further module with trainable parameters")
         found += more
@@ -168,7 +169,7 @@ def find_units(model: nn.Module, unit: Grouping | None = None) -> tuple[Unit, ..
 def _watched(model: nn.Module, unit: Grouping) -> tuple[Unit, ...]:
     """Group the modules that own a trainable matrix; embeddings and the output head stay outside, as in the paper."""
     head = output_head(model)
-    modules = dict(model.named_modules())
+    modules = bare_modules(model)
     owners = [
         path
         for path, module in modules.items()
@@ -178,9 +179,29 @@ def _watched(model: nn.Module, unit: Grouping) -> tuple[Unit, ...]:
     ]
     units = []
     for name, paths in group(owners, unit).items():
+        if unit == "expert" and paths == [name] and (slices := _slices(name, modules[name])):
+            units += slices
+            continue
         roots = roots_of(name, paths, modules, unit)
         units.append(Unit(name, trainable(roots), None, tuple(modules[path] for path in paths)))
     return tuple(units)
+
+
+def _watchable(model: nn.Module) -> Iterator[Unit]:
+    """Everything that `watch=` may name: each module with a trainable parameter, each expert of a stack."""
+    for path, module in bare_modules(model).items():
+        if own := trainable([module]):
+            yield Unit(path, own, bystander=True)
+        yield from _slices(path, module, bystander=True)
+
+
+def _slices(path: str, module: nn.Module, *, bystander: bool = False) -> list[Unit]:
+    """One unit per expert of a stack, or nothing if the module holds none that is trained."""
+    parameters = tuple(p for p in stacked(path, module).values() if p.requires_grad)
+    return [
+        Unit(f"{path}.{i}", parameters, None, (module,), bystander, i)
+        for i in range(len(parameters[0]) if parameters else 0)
+    ]
 
 
 def trainable(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:

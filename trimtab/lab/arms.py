@@ -35,7 +35,7 @@ from trimtab.lab.run import Watcher
 from trimtab.lab.train import Result, train
 from trimtab.report.read import Trace, read_trace
 
-DETECTORS = ("gsnr", "jacobian", "relative", "zscore", "update", "snr", "output", "gap")
+DETECTORS = ("gsnr", "jacobian", "relative", "zscore", "update", "snr", "source", "gap")
 ADAPT_SHARE = 0.25
 
 
@@ -178,14 +178,9 @@ def _arms() -> list[Arm]:
             {**ACT, "policy": STEADY_REPLAY},
         ),
         Arm(
-            "output-replay",
-            "the same with the detector output, from 4 deviations of a gain or 2.5 of a norm on",
-            {
-                **ACT,
-                "detector": "output",
-                "detector_options": {"norm_sigmas": 2.5},
-                "policy": {**STEADY_REPLAY, "alpha": 1.0, "replay_step": 1.0},
-            },
+            "source-replay",
+            "the same with the detector source: who makes more or less than usual of what it is given",
+            {**ACT, "detector": "source", "policy": {**STEADY_REPLAY, "alpha": 1.0, "replay_step": 1.0}},
         ),
         Arm("secondhand", "not the paper's figures, but those told of it", {**ACT, "policy": SECONDHAND}),
         Arm("gnmr-full", "the largest GNMR risks, the whole budget in every step", {**ACT, **_detector("gnmr", True)}),
