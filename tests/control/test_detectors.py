@@ -167,20 +167,19 @@ def slow_source(
         broken = [b for b in range(units) if seen[t, b] and math.isinf(out[b])]
         poisoned = [b for b in range(units) if seen[t, b] and not math.isfinite(norms[t, b])]
         torn = [b for b in poisoned if math.isfinite(arrived[b])]
-        source = None
-        if broken:
-            source = broken[0]
-        elif torn:
-            source = torn[-1]
-        elif not poisoned and max(zg) > sigmas * policy.alpha:
-            source = zg.index(max(zg))
-        elif not poisoned and max(zb) > sigmas * policy.alpha:
-            source = zb.index(max(zb))
+        large = sigmas * policy.alpha
+        sources = []
+        if broken or torn:
+            sources = broken or torn
+        elif not poisoned and max(zg) > large:
+            sources = [b for b in range(units) if zg[b] > large and zg[b] >= max(zg) / 3]
+        elif not poisoned and max(zb) > large:
+            sources = [b for b in range(units) if zb[b] > large and zb[b] >= max(zb) / 3]
         elif not poisoned and max(zn) > norm_sigmas * policy.alpha:
-            source = max(b for b in range(units) if zn[b] >= max(zn) / 2)
+            sources = [max(b for b in range(units) if zn[b] >= max(zn) / 2)]
         for b in range(units):
             r = INF if b in broken or b in poisoned else own[b]
-            if source is not None and b != source:
+            if sources and b not in sources:
                 r = np.finfo(float).max if r == INF else r / (1 + r)
             risk[t, b] = r if seen[t, b] else 0.0
     return risk
@@ -310,13 +309,15 @@ def test_source_names_the_gain_that_moved_and_else_the_last_norm_that_rose() -> 
     gain = np.exp(rng.normal(0, 0.01, (60, 6)))
     norms[30] *= 10  # a forward fault in unit 4: every norm rises, one gain falls
     gain[30, 4] *= 0.7
-    norms[38, :4] *= [40, 30, 35, 20]  # a backward fault in unit 2: unit 3 is not to blame for what arrives at it
+    gain[34] *= [1, 1.5, 1, 1.4, 1, 1.06]  # two at once, and one that they disturbed
+    norms[38, :4] *= [40, 30, 35, 20]  # a backward fault in unit 2: unit 1 is not to blame for what arrives at it
     arrived = norms * np.exp(rng.normal(0, 0.1, (60, 6)))
     arrived[38, 2] /= 35
     norms[45, :4] *= [40, 30, 35, 20]  # what unit 4 hands on was damaged: no gain moves
     arrived[45, :4] *= [40, 30, 35, 20]
     d = trimtab.replay(norms, CONSTANT, detector="source", columns={"output": gain, "grad_output": arrived})
     assert np.flatnonzero(d.risk[30] > 1).tolist() == [4]
+    assert np.flatnonzero(d.risk[34] > 1).tolist() == [1, 3]
     assert np.flatnonzero(d.risk[38] > 1).tolist() == [2]
     assert np.flatnonzero(d.risk[45] > 1).tolist() == [3]
     assert not (d.risk[10:30] > 1).any()

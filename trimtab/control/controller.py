@@ -15,18 +15,23 @@ which reuses the norms in either order.
 
 Modes: `act` switches units and skips non-finite steps; `observe` works on any model, decides and records, and
 changes not a bit of the run; `off` does nothing. `TRIMTAB=off|observe|act` in the environment overrides.
+
+On many ranks give it the model that trains, wrapped by DDP or sharded by `fully_shard` or `parallelize_module`, on
+every rank: `step()` and `clip_grad_norm_` are then collective, and all ranks decide alike (`ranks.py`).
 """
 
 import logging
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -35,8 +40,9 @@ from trimtab.control.advance import State, Verdict, advance
 from trimtab.control.decide import Ledger
 from trimtab.control.detectors import Detector, described, detector_of
 from trimtab.control.events import Narrator
-from trimtab.control.observe import Observer
+from trimtab.control.observe import Observer, measured
 from trimtab.control.policy import Policy
+from trimtab.control.ranks import check_bound, join, refuse_sensors
 from trimtab.control.selections import Selection
 from trimtab.control.sensing import attach_sensors
 from trimtab.control.sensors import Sensor
@@ -113,6 +119,8 @@ class Controller:
         sensors: Sequence[Sensor] = (),
         wait: str = "step",
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        process_group: dist.ProcessGroup | None = None,
+        stage: int | None = None,
     ) -> None:
         """Find the model's units and start with an empty history.
 
@@ -135,6 +143,10 @@ class Controller:
                 already; the decision is the same. `"never"`: not at all, and every decision comes one step later.
             optimizer: with `wait` other than `"step"` in act mode, whoever updates the weights: a non-finite step is
                 then skipped on the device, which fused optimizers can do (`torch.optim.AdamW(..., fused=True)`).
+            process_group: the ranks that must decide alike, where the model itself does not say so: None means those of
+                its DDP wrapper or of its parameters' mesh, and nobody for a plain model.
+            stage: the number of the pipeline stage that `model` is. The units of all stages then share one budget, and
+                the ranks of `process_group` (None: all) hold the stages among them.
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
@@ -149,15 +161,25 @@ class Controller:
         self._bad_steps = 0
         self._began_in = "an earlier part of the run"
         self.seconds = 0.0  # how long the last step() took
-        self.units: tuple[Unit, ...] = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
+        found = () if self.mode == "off" else gather_units(model, units, watch, self.mode)
+        parameters = measured(found, trainable([model]))
+        self.detector = detector_of(detector)
+        self._ranks = None
+        if self.mode != "off":
+            wanted = list(dict.fromkeys([*(sensor.column for sensor in sensors), *self.detector.columns]))
+            refuse_sensors(wanted, model, found, parameters)
+            terms = {"policy": self.policy.to_dict(), "mode": self.mode, "wait": wait, "total_steps": total_steps}
+            terms |= {"detector": described(self.detector), "sensors": wanted}
+            self._ranks = join(model, found, parameters, terms, process_group=process_group, stage=stage)
+        self.units: tuple[Unit, ...] = found if self._ranks is None else self._ranks.units
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         switchable = np.array([unit.recoverable for unit in self.units], bool)
         # A plain model has no switch at all: observe mode then decides as if every unit could be switched.
         on_paper = np.array([not unit.bystander for unit in self.units], bool)
         self._recoverable = switchable if switchable.any() else on_paper
-        self.detector = detector_of(detector)
         self.reading: Reading | None = None  # what the last step() has read
         self._sensors = {} if self.mode == "off" else attach_sensors(self.detector, sensors, self.units)
-        self._observer = Observer(self.units, trainable([model]), tuple(self._sensors.values()))
+        self._observer = Observer(self.units, parameters, tuple(self._sensors.values()), self._ranks)
         self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
         self._reset()
         if recorder is not None and self.mode != "off":
@@ -202,6 +224,9 @@ class Controller:
         if self.mode == "off":
             return self.plan
         started = time.perf_counter()
+        if self._model is not None and (model := self._model()) is not None:
+            check_bound(model, self._observer.parameters)
+            self._model = None
         ran = self._executed()  # before what is still on its way changes the plan
         self.settle()
         with _span("trimtab::observe"):

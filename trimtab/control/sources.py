@@ -9,19 +9,20 @@ what a unit makes of what it is given:
     backward   its gradient's norm over that of the gradient that arrives at its outputs: `norm` over `grad_output`
 
 What comes from elsewhere scales both sides of a gain and cancels, so a gain moves where the fault is: up (a wrong
-scale) or down (saturation, zeroed blocks, underflow). The source of a step is
+scale) or down (saturation, zeroed blocks, underflow). The sources of a step are
 
-    1  the earliest unit that makes an output not finite out of finite inputs; else the last one that makes its gradient
-       not finite out of a finite `grad_output`
-    2  else the largest surprise |z| of a forward gain, if one is large: a forward fault disturbs backward gains too
-    3  else that of a backward gain
+    1  who makes an output not finite out of finite inputs; else who makes its gradient not finite out of a finite
+       `grad_output`
+    2  else, if the surprise |z| of a forward gain is large, the largest and all that are at least a third of it: a
+       forward fault disturbs other gains too, mostly by a fifth of its own surprise and less
+    3  else the same of the backward gains
     4  else, where norms rose though no gain moved (only what a unit hands on was damaged), the *last* unit in the
        model's order whose surprise is at least half the largest, because a bad gradient travels towards the first
 
-Surprises are those of `surprise.py`, against a level that follows drift within a few steps. The source alone triggers;
-another unit's risk r is explained by it and becomes r / (1 + r), below 1 and in the same order. A second fault is
-found in the next step, when the first source runs high. Units must come in the order in which they run. A loss scale
-that changes (FP16 with a GradScaler) moves every `grad_output` at once and is an alarm of one step.
+Surprises are those of `surprise.py`, against a level that follows drift within a few steps. Sources alone trigger;
+another unit's risk r is explained by them and becomes r / (1 + r), below 1 and in the same order. Units must come in
+the order in which they run. A loss scale that changes (FP16 with a GradScaler) moves every `grad_output` at once and is
+an alarm of one step.
 """
 
 from collections.abc import Mapping
@@ -94,18 +95,16 @@ class Source:
         norms, norm_tracked = self._surprise(Track(*memory[8:]), norm, seen, self.norm_floor, follow=0.05)
         gains, backs = np.abs(gains) / self.sigmas, np.abs(backs) / self.sigmas
         norms = np.maximum(norms, 0.0) / self.norm_sigmas
-        source, found = _sources(gains, backs, norms, alpha)
+        source = _sources(gains, backs, norms, alpha)
         poisoned = seen & ~np.isfinite(norm)
         broken, torn = seen & np.isinf(gain), poisoned & np.isfinite(arrived)
-        in_forward, begun = broken.any(axis=1), broken.any(axis=1) | torn.any(axis=1)
-        source = np.where(begun, np.where(in_forward, np.argmax(broken, axis=1), _last(torn)), source)
-        found = np.where(poisoned.any(axis=1), begun, found | begun)
+        begun = np.where(broken.any(axis=1, keepdims=True), broken, torn)
+        source = np.where((poisoned | begun).any(axis=1, keepdims=True), begun, source)
         ratio = np.where(broken | poisoned, np.inf, np.maximum(np.maximum(gains, backs), norms))
         risk = ratio / alpha[:, None]
         with np.errstate(invalid="ignore"):
             explained = np.where(np.isinf(risk), np.finfo(np.float64).max, risk / (1 + risk))
-        is_source = np.arange(risk.shape[1]) == source[:, None]
-        risk = np.where(found[:, None] & ~is_source, explained, risk)
+        risk = np.where(source.any(axis=1, keepdims=True) & ~source, explained, risk)
         blank = np.where(poisoned, np.inf, 0.0)
         ratio, blank = np.where(seen, ratio, np.nan), np.where(seen, blank, np.nan)
         memory = Sources(*tracked, *back_tracked, *norm_tracked)
@@ -125,14 +124,13 @@ class Source:
         return memory._replace(norm_level=shifted)
 
 
-def _sources(gains: Floats, backs: Floats, norms: Floats, alpha: Floats) -> tuple[NDArray[np.int64], Bools]:
-    """The source of each step by its surprises and whether there is one, (T,)."""
-    forward, backward, risen = (x.max(axis=1) > alpha for x in (gains, backs, norms))
-    source = _last(norms >= norms.max(axis=1, keepdims=True) / 2)
-    source = np.where(backward, np.argmax(backs, axis=1), source)
-    return np.where(forward, np.argmax(gains, axis=1), source), forward | backward | risen
-
-
-def _last(which: Bools) -> NDArray[np.int64]:
-    """The last unit of each step that is marked, (T,)."""
-    return which.shape[1] - 1 - np.argmax(which[:, ::-1], axis=1)
+def _sources(gains: Floats, backs: Floats, norms: Floats, alpha: Floats) -> Bools:
+    """The sources of each step by their surprises, (T, U)."""
+    level = alpha[:, None]
+    risen = np.zeros(norms.shape, bool)
+    raised = norms >= norms.max(axis=1, keepdims=True) / 2
+    last = norms.shape[1] - 1 - np.argmax(raised[:, ::-1], axis=1)
+    risen[np.arange(len(norms)), last] = norms.max(axis=1) > alpha
+    forward, backward = ((x > level) & (x >= x.max(axis=1, keepdims=True) / 3) for x in (gains, backs))
+    found = np.where(backward.any(axis=1, keepdims=True), backward, risen)
+    return np.where(forward.any(axis=1, keepdims=True), forward, found)

@@ -153,7 +153,7 @@ def find_units(model: nn.Module, unit: Grouping | None = None) -> tuple[Unit, ..
     switch, the model's own parameter-owning modules are grouped and merely watched.
     """
     switches: dict[int, tuple[Switch, list[nn.Module]]] = {}
-    for module in model.modules():
+    for module in bare_modules(model).values():  # a wrapper may show its module's switch as its own
         switch = getattr(module, "switch", None)
         if isinstance(switch, Switch):
             switches.setdefault(id(switch), (switch, []))[1].append(module)

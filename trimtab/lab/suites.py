@@ -196,7 +196,9 @@ def _faults() -> Iterable[Cell]:
     for kind in ("grad_burst", "stale_scale", "nan"):
         yield Cell(kind, faults=Windows(kind))
     for kind, size in (("grad_scale", 16.0), ("output_scale", None)):
-        yield Cell(f"{kind}-3units", {"policy": {"max_high": 3}}, Windows(kind, size=size, units=3))
+        windows = Windows(kind, size=size, units=3)
+        seats = {"source-replay-3-seats": ("source-replay", {"policy": {"max_high": 3}})}
+        yield Cell(f"{kind}-3units", {"policy": {"max_high": 3}}, windows, variants=seats)
 
 
 def _cliff() -> Iterable[Cell]:
