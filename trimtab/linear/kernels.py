@@ -153,14 +153,15 @@ def _both(
     y = tl.where(tl.abs(x) < float("inf"), y, float("nan"))
     if INTEGER:
         y = libdevice.rint(y)
+    q = y.to(rows_ptr.dtype.element_ty)
     if ROWS:  # zeros fill the padding: what lies outside was loaded as zero
         place = rows_ptr + row[:, None] * columns_pad + column[None, :]
         mask = (row < num_rows)[:, None] & (column < columns_pad)[None, :]
-        tl.store(place, y.to(rows_ptr.dtype.element_ty), mask=mask)
+        tl.store(place, q, mask=mask)
     if COLUMNS:
         place = columns_ptr + column[:, None] * rows_pad + row[None, :]
         mask = (column < num_columns)[:, None] & (row < rows_pad)[None, :]
-        tl.store(place, tl.trans(y).to(columns_ptr.dtype.element_ty), mask=mask)
+        tl.store(place, tl.trans(q), mask=mask)
 
 
 def cast_both(
