@@ -2,7 +2,8 @@
 """Markdown tables for docs/results.md from the bench.json files of `trimtab bench`.
 
 python benchmarks/table.py benchmarks/results/faults_gpu.json
-python benchmarks/table.py benchmarks/results/harm_gpu.json --columns difference,promotion_ratio,false_alarms_per_1k
+python benchmarks/table.py benchmarks/results/harm_gpu.json --matrix difference
+python benchmarks/table.py /tmp/a/bench.json /tmp/b/bench.json --merge benchmarks/results/faults_gpu.json
 """
 
 import argparse
@@ -40,10 +41,19 @@ def main() -> None:
     parser.add_argument("--columns", default=USUAL)
     parser.add_argument("--cells", default="", help="only these, comma separated")
     parser.add_argument("--wide", action="store_true", help="one table, one row per cell and arm")
+    parser.add_argument("--matrix", default="", help="one table of this column, arms down and cells across")
+    parser.add_argument("--merge", type=Path, help="write the files as one, without their curves")
     args = parser.parse_args()
     columns = args.columns.split(",")
-    cells = [cell for file in args.files for cell in json.loads(file.read_text())["cells"]]
+    benches = [json.loads(file.read_text()) for file in args.files]
+    cells = [cell for bench in benches for cell in bench["cells"]]
     cells = [cell for cell in cells if not args.cells or cell["name"] in args.cells.split(",")]
+    if args.merge is not None:
+        merge(benches, cells, args.merge)
+        return
+    if args.matrix:
+        matrix(cells, args.matrix)
+        return
     for i, cell in enumerate(cells):
         if i == 0 or not args.wide:
             first = ["cell", "arm"] if args.wide else [cell["name"]]
@@ -52,6 +62,23 @@ def main() -> None:
         for name, arm in cell["arms"].items():
             first = [cell["name"], name] if args.wide else [name]
             print("| " + " | ".join([*first, *(entry(arm, column) for column in columns)]) + " |")
+
+
+def matrix(cells: list[dict[str, Any]], column: str) -> None:
+    """Print one column of all cells."""
+    print("| " + " | ".join(["", *(cell["name"] for cell in cells)]) + " |")
+    print("|---" + "|--:" * len(cells) + "|")
+    for name in dict.fromkeys(name for cell in cells for name in cell["arms"]):
+        found = [entry(cell["arms"][name], column) if name in cell["arms"] else "" for cell in cells]
+        print("| " + " | ".join([name, *found]) + " |")
+
+
+def merge(benches: list[dict[str, Any]], cells: list[dict[str, Any]], out: Path) -> None:
+    """Cells of several calls in one file: what was common, and every command."""
+    kept = {key: value for key, value in benches[0].items() if key not in ("command", "cells", "sweeps", "given", "platform")}
+    kept |= {"commands": [bench["command"] for bench in benches]}
+    kept["cells"] = [{key: value for key, value in cell.items() if key != "curves"} for cell in cells]
+    out.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def entry(arm: dict[str, Any], column: str) -> str:

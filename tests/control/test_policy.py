@@ -171,7 +171,7 @@ def test_a_constant_alpha_preset_has_no_threshold_warm_up() -> None:
 
 
 def test_every_preset_is_known_here() -> None:
-    assert set(PRESETS) == set(ROWS) | {"steady", "secondhand"}
+    assert set(PRESETS) == set(ROWS) | {"steady", "repair", "secondhand"}
 
 
 def test_secondhand_is_what_summaries_of_the_paper_say() -> None:

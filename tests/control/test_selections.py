@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab.control.selections import Fixed, RandomUnits, RoundRobin, Selection, TopNorm
+from trimtab.control.selections import ByLot, Fixed, RandomUnits, RoundRobin, Selection, TopNorm
 from trimtab.errors import TrimtabError
 
 RECOVERABLE = np.array([True, False, True, True, False, True])
@@ -57,6 +57,24 @@ def test_round_robin_fills_the_budget_and_gives_everybody_the_same_number_of_tur
     assert set().union(*waited) == {0, 2, 3, 5}  # all within units / count steps
 
 
+def test_a_lot_falls_on_units_in_proportion_to_their_risk_and_needs_no_memory() -> None:
+    def draw(selection: ByLot, step: int, risk: list[float]) -> list[int]:
+        seen = verdict()
+        seen.risk = SimpleNamespace(risk=np.array([risk]))
+        return np.flatnonzero(selection(step, seen)).tolist()
+
+    risk = [1.0, 100.0, 2.0, 0.0, 100.0, 5.0]
+    one = ByLot(1, RECOVERABLE, seed=3)
+    draws = [draw(one, step, risk) for step in range(4000)]
+    share = np.bincount(np.concatenate(draws), minlength=6) / 4000
+    np.testing.assert_allclose(share, [1 / 8, 0, 2 / 8, 0, 0, 5 / 8], atol=0.03)
+    assert [draw(one, step, risk) for step in reversed(range(50))][::-1] == draws[:50]
+    assert draw(ByLot(3, RECOVERABLE), 1, risk) == [0, 2, 5]
+    assert draw(ByLot(9, RECOVERABLE), 1, risk) == [0, 2, 3, 5]
+    assert {draw(one, step, [np.inf, 0, 1, 1, 1, 1])[0] for step in range(50)} == {0}
+    assert len({draw(one, step, [0.0] * 6)[0] for step in range(50)}) == 4
+
+
 def test_round_robin_needs_no_memory_and_takes_a_budget_that_is_too_large() -> None:
     selection = RoundRobin(3, RECOVERABLE)
     forward = [choose(selection, step) for step in range(20)]
@@ -97,3 +115,5 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
         RoundRobin(count, RECOVERABLE)
     with pytest.raises(TrimtabError, match="count must be a whole number of at least 0, got"):
         TopNorm(count, RECOVERABLE, lambda: np.zeros(6))
+    with pytest.raises(TrimtabError, match="count"):
+        ByLot(count, RECOVERABLE)

@@ -23,7 +23,7 @@ FAULT = "blocks.1.mlp.up:grad_scale:start=5,width=3,size=64"
 STATIC = {"adapt", "ends"}
 NOBODY = {"high", "low", "clean", "plain", "trigger-clip", "clip", "autoclip", "zclip", "adagc", "skip-step", "spam"}
 NOBODY |= {"stable-spam", "stabilizer"}
-FULL = {"round-robin", "top-norm", *(f"{name}-full" for name in ("gnmr", *DETECTORS))}
+FULL = {"round-robin", "top-norm", "by-lot", *(f"{name}-full" for name in ("gnmr", *DETECTORS))}
 BLOCKS = {"unit": "block", "policy": {"max_high": 1}}  # the oracle measures every unit in every step
 POLICY = {name for name in ARMS if name.startswith(("gnmr", "steady", *DETECTORS))} | {"secondhand"}
 RANDOM = {name for name in ARMS if name.startswith("random")}
@@ -128,7 +128,7 @@ def test_arms_of_a_preset_keep_the_suites_budget_and_warm_up_unless_they_have_th
     wanted = {
         "steady": (steady.replace(max_high=3), 3),
         "steady-replay": (again, 1),
-        "source-replay": (again.replace(alpha=1.0, replay_step=1.0), 1),
+        "source-replay": (Policy.preset("repair").replace(warmup_steps=4), 1),
         "secondhand": (told.replace(warmup_steps=4), 1),
     }
     for name, (policy, most) in wanted.items():

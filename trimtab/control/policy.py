@@ -164,7 +164,9 @@ class Policy:
 
     @classmethod
     def preset(cls, name: str) -> "Policy":
-        """A policy by name: the rows of the paper's settings, and `steady` for norms that do not fall."""
+        """A policy by name: the rows of the paper's settings, `steady` for norms that do not fall, and
+        `repair` for the detector `source`.
+        """
         if name not in PRESETS:
             raise TrimtabError(f"unknown preset {name!r} (there are {', '.join(PRESETS)}): {meant(name, PRESETS)}")
         return PRESETS[name]
@@ -271,6 +273,11 @@ PRESETS: dict[str, Policy] = {
         memory=20,
         lock_steps=4,
         lock_growth=2.0,
+    ),
+    # The same locks for `Controller(detector="source")`, whose risks are surprises of a gain: 1 is one that does not
+    # happen by chance. The batch in which it happens is run again, so that no faulty update reaches the weights.
+    "repair": Policy(
+        max_high=0.1, alpha=1.0, alpha_warmup=None, beta=None, lock_steps=4, lock_growth=2.0, replay_step=1.0
     ),
     # Not the paper's, but what its summaries say: EMA 0.9, ratio above 2, 1 % of the units, a lock of 10, and "a 5-step
     # difference above 0.5". A policy measures a jump as a ratio; from the usual ratio of 1, 0.5 more is 1.5 times.

@@ -9,6 +9,8 @@ resumed run goes on as the uninterrupted one would.
                   Every claim needs it beside it; if control does no better, its choice adds nothing
     RoundRobin    the whole budget in every step, one unit after the other: what the budget alone is worth
     TopNorm       the whole budget in every step, to the largest gradients: what a history of them adds
+    ByLot         the whole budget in every step, drawn with chances in proportion to risk: where the harm is steady,
+                  the largest risk alone would hold the seat for good, and the other units would never be helped
     Fixed         the same units in every step, beside what is chosen otherwise
 """
 
@@ -64,6 +66,22 @@ class TopNorm:
         """Choose for step + 1, by the norms of this step."""
         norms = np.asarray(self._norms(), np.float64)[self._choices]
         order = np.argsort(-np.where(np.isfinite(norms), norms, np.inf), kind="stable")
+        return _mask(verdict, self._choices[order[: self._count]])
+
+
+class ByLot:
+    """A full budget to units drawn without putting back, each draw with chances in proportion to risk."""
+
+    def __init__(self, count: int, recoverable: Bools, *, seed: int = 0) -> None:
+        require(is_whole(count), "count must be a whole number of at least 0", count)
+        self._count, self._choices, self._seed = count, np.flatnonzero(recoverable), seed
+
+    def __call__(self, step: int, verdict: Verdict) -> Bools:
+        """Choose for step + 1; a pure function of the seed, the step and the risks."""
+        limits = np.finfo(np.float64)
+        risk = np.clip(verdict.risk.risk[0, self._choices], limits.tiny, limits.max)
+        noise = np.random.default_rng([self._seed, step]).gumbel(size=len(risk))
+        order = np.argsort(-(np.log(risk) + noise), kind="stable")  # the largest of these keys are such a draw
         return _mask(verdict, self._choices[order[: self._count]])
 
 

@@ -179,8 +179,8 @@ def _arms() -> list[Arm]:
         ),
         Arm(
             "source-replay",
-            "the same with the detector source: who makes more or less than usual of what it is given",
-            {**ACT, "detector": "source", "policy": {**STEADY_REPLAY, "alpha": 1.0, "replay_step": 1.0}},
+            "the preset repair with the detector source: who makes more or less than usual of what it is given",
+            {**ACT, "detector": "source", "policy": {"preset": "repair", "max_high": 0.1}},
         ),
         Arm("secondhand", "not the paper's figures, but those told of it", {**ACT, "policy": SECONDHAND}),
         Arm("gnmr-full", "the largest GNMR risks, the whole budget in every step", {**ACT, **_detector("gnmr", True)}),
@@ -204,6 +204,11 @@ def _arms() -> list[Arm]:
                     "the largest recovery gaps, measured exactly before each step: no method, a limit",
                 ),
             )
+        ),
+        Arm(
+            "by-lot",
+            "the whole budget in every step, drawn in proportion to the recovery gaps",
+            {**ACT, **_detector("gap", False), "selection": "by_lot", "policy": ONCE},
         ),
         Arm(
             "adapt",

@@ -29,7 +29,7 @@ CHOICES = {
     "backend": ("auto", "emulated", "real"),
     "norm": ("rmsnorm", "ssnorm"),
     "lr_schedule": ("cosine", "trapezoid"),
-    "selection": ("policy", "round_robin", "top_norm", "oracle"),
+    "selection": ("policy", "round_robin", "top_norm", "by_lot", "oracle"),
     "guard": ("none", "skip_step", "clip_flagged"),
 }
 TABLES = {

@@ -2,6 +2,7 @@
 """Who else fills the seats of a run: the settings `selection` and `fixed_high`, as selections.
 
     selection=round_robin, top_norm   the policy's whole budget in every step
+    selection=by_lot                  the same, drawn with chances in proportion to the detector's risk
     selection=oracle                  in every step the units with the largest recovery gaps, measured exactly
     fixed_high=["blocks.0.*"]         these always, beside those chosen; with policy.max_high=0 these alone
     fixed_high=ends                   the first 2/62 and the last 8/62 of the blocks, at least one each
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from trimtab.checks import meant
 from trimtab.control.advance import Verdict
-from trimtab.control.selections import Fixed, RoundRobin, Selection, TopNorm
+from trimtab.control.selections import ByLot, Fixed, RoundRobin, Selection, TopNorm
 from trimtab.control.units import Unit
 from trimtab.control.values import Bools
 from trimtab.errors import TrimtabError
@@ -51,6 +52,8 @@ def build_selection(
     chosen = given
     if config.selection == "round_robin":
         chosen = RoundRobin(budget, recoverable)
+    elif config.selection == "by_lot":
+        chosen = ByLot(budget, recoverable, seed=config.seed)
     elif config.selection == "oracle":
         chosen = Oracle(budget, units)
     elif config.selection == "top_norm":
