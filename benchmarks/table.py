@@ -75,7 +75,11 @@ def matrix(cells: list[dict[str, Any]], column: str) -> None:
 
 def merge(benches: list[dict[str, Any]], cells: list[dict[str, Any]], out: Path) -> None:
     """Cells of several calls in one file: what was common, and every command."""
-    kept = {key: value for key, value in benches[0].items() if key not in ("command", "cells", "sweeps", "given", "platform")}
+    kept = {
+        key: value
+        for key, value in benches[0].items()
+        if key not in ("command", "cells", "sweeps", "given", "platform")
+    }
     kept |= {"commands": [bench["command"] for bench in benches]}
     kept["cells"] = [{key: value for key, value in cell.items() if key != "curves"} for cell in cells]
     out.write_text(json.dumps(kept, indent=1) + "\n")

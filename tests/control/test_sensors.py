@@ -135,6 +135,16 @@ def test_a_gain_is_output_over_input_of_the_step() -> None:
     assert torch.isnan(sensor.read()).all()  # no forward since
 
 
+def test_a_gain_of_many_tokens_is_that_of_a_sample_spread_over_them() -> None:
+    model = model_of(None)
+    sensor = attached(OutputGain(), model)
+    width = batch(0).shape[-1]
+    tokens = torch.randn(2, 1500, width, generator=torch.Generator().manual_seed(0))
+    wanted = gain_by_hand(model, [tokens.reshape(-1, width)[::3]])
+    model(tokens).square().mean().backward()
+    assert sensor.read().tolist() == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recompute_is_not_a_forward(reentrant: bool) -> None:
     model = model_of(None)

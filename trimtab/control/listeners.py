@@ -17,6 +17,9 @@ from trimtab.control.units import Unit
 from trimtab.errors import TrimtabError
 from trimtab.modules import in_backward
 
+ROWS = 1024
+"""Tokens of a forward that a gain is taken from, at most."""
+
 
 class GradientSNR(Base):
     """Column `gsnr`: sum of (mean g)^2 over sum of Var g of a unit's parameters, over the step's micro-batches.
@@ -86,7 +89,8 @@ class OutputGain(Base):
 
     What happens upstream scales both and cancels: the gain moves where the fault is. The mean of roots is a size like
     the RMS, but one that zeroed features move four times as far (a quarter of them: to 0.56 instead of 0.87), and
-    that no outlier governs. A unit of several modules has the geometric mean of theirs.
+    that no outlier governs. A unit of several modules has the geometric mean of theirs. Of a forward with more than
+    `ROWS` tokens every k-th is read, evenly spread: enough for a mean, and the cost does not grow with the batch.
     """
 
     column = "output"
@@ -104,8 +108,9 @@ class OutputGain(Base):
     @torch.no_grad()
     def take(self, key: int, x: Tensor, y: Tensor) -> None:
         """Add one forward of one module."""
-        into = torch.linalg.vector_norm(x.detach(), dtype=torch.float32) / math.sqrt(max(x.numel(), 1))
-        out = y.detach().abs().sqrt_().mean(dtype=torch.float32)
+        x, y = _sample(x), _sample(y)
+        into = torch.linalg.vector_norm(x, dtype=torch.float32) / math.sqrt(max(x.numel(), 1))
+        out = y.abs().sqrt_().mean(dtype=torch.float32)
         before = self._sums.get(key)
         self._sums[key] = (into, out, 1) if before is None else _mean(before, into, out)
 
@@ -181,6 +186,15 @@ def _hook_forwards(units: Sequence[Unit], hook: Callable[[int], Callable[..., No
     if not modules:
         raise TrimtabError("an output is that of a module, and these units name none: use units of find_units")
     return [module.register_forward_hook(hook(key)) for key, module in modules.items()]
+
+
+def _sample(x: Tensor) -> Tensor:
+    """At most `ROWS` of a tensor's tokens, evenly spread."""
+    x = x.detach()
+    if x.dim() < 2:
+        return x
+    rows = x.flatten(0, -2)
+    return rows[:: max(-(-rows.shape[0] // ROWS), 1)]
 
 
 def _mean(before: tuple[Tensor, Tensor, int], into: Tensor, out: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -9,7 +9,7 @@ one copy. NaN means "not measured in this step", Inf "measured, and not finite".
     update       norm of its last parameter update                    one pass over the parameters, a copy of them kept
     spectral     largest singular value of its matrices               two matrix-vector products per matrix
     gsnr         (mean g)^2 / Var g over the micro-batches            one pass per backward, two FP32 copies kept
-    output       gain of its linears: size of outputs over inputs     one pass over both
+    output       gain of its linears: size of outputs over inputs     one pass over 1,024 tokens of both
     grad_output  norm of the gradient that arrives at its outputs     one pass over it
     noise        how far low is from high, all three GEMMs            these GEMMs once more, so nearly the whole step
     gap          the same times its gradient norm, few units a step   a share of that: 2 % unless asked otherwise
