@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "trimtab").rglob("*.py"))
-ROOMS = ("control", "linear", "nn", "optim", "retrain", "lab", "report", "cli")
+ROOMS = ("comm", "control", "linear", "nn", "optim", "retrain", "lab", "report", "cli")
 TORCH_FREE = (
     *(f"control.{name}" for name in ("judge", "decide", "advance", "policy", "tally", "replay", "values", "record")),
     *(f"control.{name}" for name in ("detectors", "columns", "zscore", "surprise", "sources", "estimates", "measures")),
@@ -20,14 +20,17 @@ TORCH_FREE = (
 
 # What a room may import of the other rooms: modules, or whole rooms.
 ALLOWED = {
+    "comm": (),
     "control": (),
     "linear": ("trimtab.control.units",),
     "nn": (),
     "optim": (),
     "retrain": ("trimtab.linear.quantize", "trimtab.linear.hadamard", "trimtab.nn"),
     "report": ("trimtab.control",),
-    "lab": tuple(f"trimtab.{room}" for room in ("control", "linear", "nn", "optim", "retrain", "report")),
-    "cli": tuple(f"trimtab.{room}" for room in ("control", "linear", "nn", "optim", "retrain", "report", "lab")),
+    "lab": tuple(f"trimtab.{room}" for room in ("comm", "control", "linear", "nn", "optim", "retrain", "report")),
+    "cli": tuple(
+        f"trimtab.{room}" for room in ("comm", "control", "linear", "nn", "optim", "retrain", "report", "lab")
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trimtab.comm.onebit_adam import OneBitAdam
 from trimtab.optim.spam import SPAM
 
 STEPS = 16
@@ -39,6 +40,13 @@ def spam(**settings: Any) -> Row:
     return Row(build, cuts=(0, 1, 5, 6, 7, 11, 12, 15))
 
 
+def onebit(**settings: Any) -> Row:
+    def build(params: Any) -> Optimizer:
+        return OneBitAdam(params, lr=1e-2, weight_decay=0.1, **settings)
+
+    return Row(build, cuts=(0, 1, 4, 5, 6, 12))
+
+
 def muon(params: Any) -> Optimizer:
     return torch.optim.Muon(params, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -48,6 +56,8 @@ ROWS = {
     "spam foreach": spam(foreach=True),
     "spam reference": spam(reference=True),
     "spam sparse": spam(density=0.5, seed=3),
+    "onebit": onebit(warmup=5),
+    "onebit foreach": onebit(warmup=5, foreach=True),
     "adamw": Row(lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)),
     "muon": Row(muon, shapes=((6, 8), (8, 6))),
 }
