@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 import trimtab
 from trimtab import Decisions, Policy
+from trimtab.control.decide import Ledger, Quota
+from trimtab.control.decide import decide as algorithm_2
+from trimtab.control.policy import Limits
 
 # A ratio threshold alone, over a window history of span 1: the ratio is this norm over the last one. Risks are
 # then set step by step through `norms_for`.
@@ -315,3 +318,24 @@ def test_growth_without_end_stays_within_its_cap() -> None:
     policy = Policy(**PLAIN, lock_steps=0, lock_growth=1e9, lock_max=1, repeat_within=20, max_high=1)
     d = trimtab.replay(norms_for(fault), policy)
     assert runs_of_ones(active(d)) == [1] + [2] * 149
+
+
+# Quotas
+
+
+@given(st.integers(0, 2**31), st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=30)
+def test_with_quotas_each_part_decides_as_if_it_were_alone(seed: int, left: int, right: int) -> None:
+    risk = np.exp(np.random.default_rng(seed).normal(0, 1, (40, 7)))
+    policy, limits, steps = Policy(alpha_warmup=None, lock_steps=2, lock_growth=2.0), Limits(9, 0), np.arange(1, 41)
+    able = np.ones(7, bool)
+    parts = [Quota((0, 2, 4), left), Quota((1, 3, 5, 6), right)]
+    choice, ledger = algorithm_2(Ledger.fresh(able, policy, limits), risk, able, policy, limits, steps, parts)
+    for units, most in parts:
+        own = np.array(units)
+        fresh, alone = Ledger.fresh(able[own], policy, limits), Limits(most, 0)
+        wanted, after = algorithm_2(fresh, risk[:, own], able[own], policy, alone, steps)
+        np.testing.assert_array_equal(choice.high[:, own], wanted.high)
+        np.testing.assert_array_equal(choice.denied[:, own], wanted.denied)
+        for mine, theirs in zip(ledger, after, strict=True):
+            np.testing.assert_array_equal(mine[own], theirs)

@@ -174,7 +174,7 @@ def full_under(detector: str, **thresholds: object) -> tuple[Event | None, np.nd
     return next((e for e in events if e.kind == "budget_full"), None), found.ratio
 
 
-@pytest.mark.parametrize("detector", ["zscore", "jacobian", "gsnr", "snr", "output", "gap"])
+@pytest.mark.parametrize("detector", ["zscore", "jacobian", "gsnr", "snr", "source", "gap"])
 def test_a_ratio_that_is_no_norm_is_not_called_one_and_has_no_jump(detector: str) -> None:
     event, ratios = full_under(detector, alpha=0.05, beta=1.05)
     assert event is not None

@@ -78,6 +78,41 @@ def test_the_report_says_what_was_covered_and_why_the_rest_was_not():
     assert type(model.head) is nn.Linear
 
 
+class Experts(nn.Module):
+    """Experts as slices of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.bias = nn.Parameter(torch.zeros(4, 8, 16)), nn.Parameter(torch.zeros(4, 16))
+
+
+def test_weights_of_three_dimensions_are_listed_and_not_passed_over():
+    model = Model()
+    model.moe, model.layers[1].mix = nn.Module(), Experts()
+    model.moe.experts = Experts()
+    model.conv = nn.Conv1d(8, 8, 3)
+    report = convert_(model, "fp8")
+    assert report.covered == LINEARS
+    assert report.observed == {"layers.1.mix.gate_up": 4, "moe.experts.gate_up": 4}
+    assert "seen, observe only, 2" in str(report)
+    assert "moe.experts.gate_up" in str(report)
+    with pytest.warns(NoEffectWarning, match="seen, observe only, 1"):
+        convert_(Experts(), "fp8")
+    assert "observe only" not in str(convert_(Model(), "fp8"))
+
+
+def test_paths_are_those_of_the_bare_model():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    for i in range(2):
+        model.layers[i] = checkpoint_wrapper(model.layers[i])
+    report = convert_(torch.compile(model, backend="eager"), "fp8")
+    assert report.covered == LINEARS
+    assert report.skipped == {"odd": "subclass Odd", "head": "output head"}
+    assert list(path_state(model)) == list(LINEARS)
+
+
 def test_conversion_keeps_modules_weights_hooks_and_references():
     model = Model()
     up, weight, calls = model.layers[0].up, model.layers[0].up.weight, []

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trimtab.control.decide import Quota
+from trimtab.control.policy import Policy
 from trimtab.control.record import Recorder
 from trimtab.errors import TrimtabError
+from trimtab.report.passes import replayed, rules_of
 from trimtab.report.read import iter_trace, read_run, read_trace, scan_trace
 
 pa = pytest.importorskip("pyarrow")
@@ -30,6 +33,22 @@ def record(folder: Path, rows: int, per_batch: int) -> list[tuple[int, int]]:
             if step % per_batch == 0 or step == rows:
                 ends.append((recorder.offsets()["trace"], step))
     return ends
+
+
+def test_budgets_of_stages_are_read_again_and_rule_the_replay(tmp_path: Path) -> None:
+    quotas = (Quota((0, 1), 1), Quota((2, 3), 1))
+    policy = Policy(alpha=2.0, alpha_warmup=None, beta=None, lock_steps=0)
+    norms = np.array([[1, 1, 1, 1], [9, 8, 7, 1]], np.float32)
+    for told, wanted in ((quotas, [True, False, True, False]), ((), [True, True, False, False])):
+        folder = tmp_path / str(len(told))
+        with Recorder(folder) as recorder:
+            recorder.open_trace(list("abcd"), np.ones(4, bool), policy.to_dict(), 2, 0, None, quotas=told)
+            for step, row in enumerate(norms, 1):
+                recorder.observe(step, row, np.ones(4, bool), np.zeros(4, bool), 1.0)
+        trace = read_trace(folder / "trace.arrow")
+        assert trace.quotas == told
+        ((_, verdict),) = replayed(rules_of(trace, acted=True), [trace])
+        assert verdict.choice.high[1].tolist() == wanted
 
 
 def test_a_trace_cut_at_any_byte_gives_its_whole_batches(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ therefore go row by row here: `rebase_at`, which starts the histories anew, and 
     it. The second pass of a step always counts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.control.decide import Choice, Ledger, decide
+from trimtab.control.decide import Choice, Ledger, Quota, decide
 from trimtab.control.detectors import GNMR, Detector, FullBudget, fill
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.values import Bools, Risk
@@ -59,13 +59,14 @@ def advance(
     limits: Limits,
     detector: Detector = GNMR,
     columns: Mapping[str, NDArray[np.float32]] | None = None,
+    quotas: Sequence[Quota] = (),
 ) -> tuple[Verdict, State]:
     """Judge and decide T passes of norms of shape (T, U), and of the further columns that the detector asks for."""
     verdicts = []
     whole = {"norm": norms} | {name: columns[name] for name in detector.columns if columns is not None}
     for rows in _stretches(state.step, len(norms), policy):
         part = {name: column[rows] for name, column in whole.items()}
-        verdict, state = _advance_stretch(state, part, seen[rows], recoverable, policy, limits, detector)
+        verdict, state = _advance_stretch(state, part, seen[rows], recoverable, policy, limits, detector, quotas)
         verdicts.append(verdict)
     return (verdicts[0] if len(verdicts) == 1 else concatenate(verdicts)), state
 
@@ -87,6 +88,7 @@ def _advance_stretch(
     policy: Policy,
     limits: Limits,
     detector: Detector,
+    quotas: Sequence[Quota],
 ) -> tuple[Verdict, State]:
     length = len(seen)
     steps = state.step + 1 + np.arange(length)
@@ -97,7 +99,7 @@ def _advance_stretch(
     risk, history = detector.judge(before, columns, seen, policy, alpha)
     if isinstance(detector, FullBudget):
         risk = risk._replace(risk=fill(risk.risk, seen, recoverable, limits.max_high))
-    choice, ledger = decide(state.ledger, risk.risk, recoverable, policy, limits, steps)
+    choice, ledger = decide(state.ledger, risk.risk, recoverable, policy, limits, steps, quotas)
     rerun = _reruns(state, risk, recoverable, choice, policy)
     counted = not rerun.any()  # with `replay_step` a stretch is one pass
     after = State(

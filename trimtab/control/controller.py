@@ -37,12 +37,12 @@ from torch.profiler import record_function
 
 from trimtab.control import act
 from trimtab.control.advance import State, Verdict, advance
-from trimtab.control.decide import Ledger
+from trimtab.control.decide import Ledger, Quota
 from trimtab.control.detectors import Detector, described, detector_of
 from trimtab.control.events import Narrator
 from trimtab.control.observe import Observer, measured
 from trimtab.control.policy import Policy
-from trimtab.control.ranks import check_bound, join, refuse_sensors
+from trimtab.control.ranks import Ranks, check_bound, join, refuse_sensors
 from trimtab.control.selections import Selection
 from trimtab.control.sensing import attach_sensors
 from trimtab.control.sensors import Sensor
@@ -70,7 +70,8 @@ MODES = ("off", "observe", "act")
 class RecorderLike(Protocol):
     """What the controller asks of a recorder (`trimtab.Recorder` is one).
 
-    `columns` and `detector` are passed only where there is more than GNMR and its norms.
+    `columns` and `detector` are passed only where there is more than GNMR and its norms, `quotas` only where stages
+    have budgets of their own.
     """
 
     def open_trace(
@@ -84,6 +85,7 @@ class RecorderLike(Protocol):
         total_steps: int | None,
         columns: Sequence[str] = ...,
         detector: Mapping[str, Any] | None = ...,
+        quotas: Sequence[Quota] = ...,
     ) -> None:
         """Learn what the rows will mean."""
 
@@ -121,6 +123,7 @@ class Controller:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         process_group: dist.ProcessGroup | None = None,
         stage: int | None = None,
+        quota: str | None = None,
     ) -> None:
         """Find the model's units and start with an empty history.
 
@@ -147,6 +150,7 @@ class Controller:
                 its DDP wrapper or of its parameters' mesh, and nobody for a plain model.
             stage: the number of the pipeline stage that `model` is. The units of all stages then share one budget, and
                 the ranks of `process_group` (None: all) hold the stages among them.
+            quota: `"stage"` gives each stage a budget of its own, `policy.max_high` of its units.
         """
         self.mode = _resolve_mode(mode)
         self.policy = Policy() if policy is None else policy
@@ -181,10 +185,14 @@ class Controller:
         self._sensors = {} if self.mode == "off" else attach_sensors(self.detector, sensors, self.units)
         self._observer = Observer(self.units, parameters, tuple(self._sensors.values()), self._ranks)
         self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
+        self._quotas = _quotas(quota, stage, self._ranks, self._recoverable, self.policy)
+        if self._quotas:
+            self.limits = self.limits._replace(max_high=sum(part.max_high for part in self._quotas))
         self._reset()
         if recorder is not None and self.mode != "off":
             more: dict[str, Any] = {"columns": list(self._sensors)} if self._sensors else {}
             more |= {"detector": described(self.detector)} if self.detector.name != "gnmr" else {}
+            more |= {"quotas": self._quotas} if self._quotas else {}
             recorder.open_trace(
                 list(self.names),
                 recoverable=self._recoverable,
@@ -259,6 +267,7 @@ class Controller:
                 self.limits,
                 self.detector,
                 {name: reading.columns[name][None] for name in self.detector.columns},
+                self._quotas,
             )
             if self._selection is not None:
                 verdict = self._reselect(verdict, self._selection)
@@ -346,7 +355,8 @@ class Controller:
             more = {"columns": {name: reading.columns[name] for name in self._sensors}} if self._sensors else {}
             self._recorder.observe(self.plan.step, reading.norm, reading.seen, ran, reading.total, told, **more)
         for event in events:
-            if event.kind in ("nonfinite", "persistent", "budget_full"):
+            told_here = self._ranks is None or self._ranks.is_first  # all ranks would say the same
+            if event.kind in ("nonfinite", "persistent", "budget_full") and told_here:
                 log.warning("step %d: %s", event.step, event.message)
             if self._on_event is not None:
                 self._on_event(event)
@@ -422,6 +432,23 @@ def _span(name: str) -> AbstractContextManager[Any]:
     """A range in the profiler; nothing at all while no profiler runs, because an idle range costs 60 microseconds."""
     profiling = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     return record_function(name) if profiling else nullcontext()
+
+
+def _quotas(
+    quota: str | None, stage: int | None, ranks: Ranks | None, recoverable: np.ndarray, policy: Policy
+) -> tuple[Quota, ...]:
+    """The budget of each stage, or none of them: one budget for all."""
+    if quota is None:
+        return ()
+    if quota != "stage" or stage is None:
+        raise TrimtabError(
+            f'quota must be None, or "stage" with a number of the stage, got {quota!r}, {stage=}: give both'
+        )
+    stages = np.zeros(len(recoverable), np.int64) if ranks is None else np.array(ranks.stages)
+    parts = [np.flatnonzero(stages == number) for number in np.unique(stages)]
+    policy = policy.replace(alpha_warmup=None, warmup="threshold")  # the budget alone is asked for
+    budgets = [policy.resolve(int(recoverable[units].sum()), None).max_high for units in parts]
+    return tuple(Quota(tuple(units.tolist()), most) for units, most in zip(parts, budgets, strict=True))
 
 
 def _resolve_mode(mode: str) -> str:

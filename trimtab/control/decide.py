@@ -14,12 +14,15 @@ of step t exist only after its backward.
 
 Beyond the paper (off by default): with `lock_growth` a unit that triggers again within `repeat_within`
 steps of its release gets a lock that many times longer, because under a lasting fault the paper's unit
-toggles: high, high, low, high, high, low. Repeats are counted in any case; they name persistent offenders.
+toggles: high, high, low, high, high, low. Repeats are counted in any case; they name persistent offenders. With quotas
+each part of the units has a budget of its own, and S is chosen part by part: no pipeline stage then waits for another
+one's recoveries.
 
 Pure functions of arrays, as in `judge`: one step live, thousands in a replay, the same code. Steps on which
 nothing triggers and nothing is locked are skipped, since they select nobody and change no lock.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +54,13 @@ class Ledger(NamedTuple):
         return Ledger(self.lock.copy(), self.high.copy(), self.last_high.copy(), self.repeats.copy())
 
 
+class Quota(NamedTuple):
+    """The budget of a part of the units, in place of one for all."""
+
+    units: tuple[int, ...]
+    max_high: int
+
+
 class Choice(NamedTuple):
     """What decide says, one row per step."""
 
@@ -59,7 +69,13 @@ class Choice(NamedTuple):
 
 
 def decide(
-    ledger: Ledger, risk: Floats, recoverable: Bools, policy: Policy, limits: Limits, steps: NDArray[np.int64]
+    ledger: Ledger,
+    risk: Floats,
+    recoverable: Bools,
+    policy: Policy,
+    limits: Limits,
+    steps: NDArray[np.int64],
+    quotas: Sequence[Quota] = (),
 ) -> tuple[Choice, Ledger]:
     """Choose the high set from each of T steps of risks; returns the choices and the ledger after them.
 
@@ -67,6 +83,7 @@ def decide(
         risk: (T, U) risks as judged.
         recoverable: (U,) which units have a high path.
         steps: (T,) the number of each step, from 1.
+        quotas: budgets that take the place of `limits.max_high`, each for its own units.
     """
     warm = np.zeros(len(steps), bool)  # steps of a warm-up in which nothing is decided
     if policy.warmup == "high":
@@ -83,11 +100,22 @@ def decide(
         if warming[t]:
             ledger.lock[:] = 0
         elif any_triggered[t] or ledger.lock.any():
-            selected = select(risk[t], triggered[t], ledger.lock, limits.max_high, policy.prefer_locked)
+            if quotas:
+                selected = np.concatenate(
+                    [_of_part(part, risk[t], triggered[t], ledger.lock, policy) for part in quotas]
+                )
+            else:
+                selected = select(risk[t], triggered[t], ledger.lock, limits.max_high, policy.prefer_locked)
             _enter(ledger, selected, triggered[t], policy, step)
             high[t, selected] = True
         ledger.high[:] = high[t]
     return Choice(high, triggered & ~high), ledger
+
+
+def _of_part(part: Quota, risk: Floats, triggered: Bools, lock: NDArray[np.int64], policy: Policy) -> NDArray[np.int64]:
+    """The set S of one part of the units."""
+    units = np.array(part.units, np.int64)
+    return units[select(risk[units], triggered[units], lock[units], part.max_high, policy.prefer_locked)]
 
 
 def select(

@@ -18,9 +18,10 @@ Clipping needs the very same norms, so `clip_grad_norm_` reuses them. A reading 
 true: every gradient must still be the same tensor at the same version as when it was read.
 """
 
+import operator
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,7 +73,11 @@ class Observer:
         self._is_stack = [bool(self._slots.sliced[places].any()) for places in self._slots.places]
         self._norms: Tensor | None = None  # (P',) norms of the gradients that exist, on the device
         self._present: NDArray[np.bool_] = np.zeros(0, bool)
-        self._key: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._key: list[tuple[weakref.ref[Tensor], Any]] = []
+        self._places: tuple[bytes, NDArray[np.int64]] | None = None
+        is_cut = any(map(is_dtensor, self.parameters))
+        self._piece = _shard if is_cut else _values
+        self._version: Callable[[Tensor], Any] = _versions if is_cut else operator.attrgetter("_version")
         self._clipped = False
         self._dropped = False
 
@@ -108,13 +113,10 @@ class Observer:
         """Wait for a reading that was started."""
         host, slots = pending.wait(), self._slots
         if self._ranks is None:
-            here = [slots.places[i] for i in np.flatnonzero(pending.present)]
-            count = sum(map(len, here))
+            exist = self._existing(pending.present)
             squares, present = np.zeros(slots.num), np.zeros(slots.num, bool)
-            if count:
-                exist = np.concatenate(here)
-                squares[exist], present[exist] = host[:count].astype(np.float64) ** 2, True
-            columns = host[count:]
+            squares[exist], present[exist] = host[: len(exist)].astype(np.float64) ** 2, True
+            columns = host[len(exist) :]
         else:
             squares, present = host[: slots.num], host[slots.num : 2 * slots.num] > 0
             columns = host[2 * slots.num :]
@@ -126,6 +128,14 @@ class Observer:
         seen = np.bincount(slots.unit_of, present[slots.slot_of], self._num_units) > 0
         named = {sensor.column: column for sensor, column in zip(self._sensors, columns, strict=True)}
         return Reading({"norm": norms} | named, seen, float(np.sqrt(squares.sum())))
+
+    def _existing(self, present: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The slots of the gradients that exist, in order; found once for each pattern of them."""
+        key = present.tobytes()
+        if self._places is None or self._places[0] != key:
+            here = [self._slots.places[i] for i in np.flatnonzero(present)]
+            self._places = key, np.concatenate([*here, np.zeros(0, np.int64)])
+        return self._places[1]
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their total norm is at most `max_norm`; returns the norm before.
@@ -142,7 +152,9 @@ class Observer:
         self._norms = kept
         total = torch.linalg.vector_norm(norms).float() if len(norms) else torch.zeros(())
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        grads = [local(g) if is_dtensor(g) else g for g in self._gradients()]
+        grads = self._gradients()
+        if self._piece is _shard:
+            grads = [local(g) if is_dtensor(g) else g for g in grads]
         for (device, _), kind in by_kind(grads).items():
             torch._foreach_mul_([grads[i] for i in kind], scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
         self._clipped = True
@@ -169,8 +181,8 @@ class Observer:
     def _now(self, further: Sequence[Tensor] = ()) -> Tensor:
         """Norms of the gradients that exist now; of several ranks, what `Ranks.add_up` returns."""
         # Every piece, because a pending sum needs all ranks; then those that this rank answers for.
-        pieces = {i: _piece(p.grad, p) for i, p in enumerate(self.parameters) if p.grad is not None}
-        answered = [i for i in pieces if self._slots.owned[i]]
+        pieces = {i: self._piece(p.grad, p) for i, p in enumerate(self.parameters) if p.grad is not None}
+        answered = list(pieces) if self._ranks is None else [i for i in pieces if self._slots.owned[i]]
         norms = _norms([pieces[i] for i in answered], [self._is_stack[i] for i in answered])
         if self._ranks is None:
             return norms
@@ -184,7 +196,7 @@ class Observer:
         return self._norms if self._ranks is None else self._norms[: self._slots.num].sqrt()
 
     def _remember(self) -> None:
-        self._key = [(weakref.ref(g), *_versions(g)) for g in self._gradients()]
+        self._key = [(weakref.ref(g), self._version(g)) for g in self._gradients()]
 
     def _is_current(self) -> bool:
         grads = self._gradients()
@@ -192,8 +204,8 @@ class Observer:
             self._norms is not None
             and len(grads) == len(self._key)
             and all(
-                ref() is grad and tuple(versions) == _versions(grad)
-                for grad, (ref, *versions) in zip(grads, self._key, strict=True)
+                ref() is grad and version == self._version(grad)
+                for grad, (ref, version) in zip(grads, self._key, strict=True)
             )
         )
 
@@ -220,7 +232,12 @@ def _to_host(vector: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
     return host, arrived
 
 
-def _piece(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+def _values(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A gradient's values, added up where it is sparse."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _shard(grad: Tensor, parameter: nn.Parameter) -> Tensor:
     """What is here of a gradient, cut as its parameter is; a sum that is still pending is made first."""
     if is_dtensor(grad) and is_dtensor(parameter) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)

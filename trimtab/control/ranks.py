@@ -27,8 +27,10 @@ says otherwise. With one rank nothing of this happens. All ranks must do alike w
 clip, and whatever changes a gradient between the two.
 """
 
+import itertools
 import logging
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -132,12 +134,26 @@ class Ranks:
     """What this rank contributes to a reading, and how the ranks add it up. Made by `join`."""
 
     def __init__(
-        self, group: dist.ProcessGroup, units: tuple[Unit, ...], slots: Slots, heard: Sequence[int], sole: bool
+        self,
+        group: dist.ProcessGroup,
+        units: tuple[Unit, ...],
+        stages: tuple[int, ...],
+        slots: Slots,
+        heard: Sequence[int],
+        sole: bool,
     ) -> None:
-        """Take the units whose columns this rank answers for, and whether the first rank answers for everything."""
-        self.units, self.slots = units, slots
+        """Keep all that `join` has found.
+
+        Args:
+            units: those of every rank, the same tuple of names on all of them.
+            stages: the pipeline stage of each.
+            heard: the units whose columns this rank answers for.
+            sole: whether the first rank answers for everything.
+        """
+        self.units, self.slots, self.stages = units, slots, stages
         self._group, self._sole = group, sole
         self._source = dist.get_global_rank(group, 0)
+        self.is_first = dist.get_rank() == self._source
         self._heard = torch.tensor(list(heard), dtype=torch.int64)
         self._pattern: tuple[bytes, Tensor, Tensor] | None = None
 
@@ -230,7 +246,7 @@ def _ranks(
     for r, share in enumerate(shares):
         for name, (place, _) in share.pieces.items():
             owners.setdefault((name, place), r)
-    listed = [_unique_names(shares, share) for share in shares]
+    listed = _unique_names(shares)
     hearers: dict[str, int] = {}
     for r, cards in enumerate(listed):
         for c in cards:
@@ -247,7 +263,8 @@ def _ranks(
     slots = lay_out([cards[name] for name in order], sizes, here, answered)
     heard = [i for i, name in enumerate(order) if hearers[name] == rank]
     sole = not any(owners.values()) and not any(hearers.values())
-    return Ranks(group, everyone, slots, heard, sole)
+    stages = tuple(shares[hearers[name]].stage or 0 for name in order)
+    return Ranks(group, everyone, stages, slots, heard, sole)
 
 
 def _elsewhere(known: Card) -> Unit:
@@ -260,23 +277,26 @@ def _by_stage(shares: Sequence[Share], listed: Sequence[tuple[Card, ...]]) -> li
     return [listed[r] for r in order]
 
 
-def _unique_names(shares: Sequence[Share], share: Share) -> tuple[Card, ...]:
-    """A rank's units; where two stages use a name twice, every name says its stage."""
+def _unique_names(shares: Sequence[Share]) -> list[tuple[Card, ...]]:
+    """Each rank's units; where two stages use a name twice, every name says its stage."""
     stage_of: dict[str, int | None] = {}
-    twice = any(stage_of.setdefault(c.name, s.stage) != s.stage for s in shares for c in s.units)
-    return tuple(c._replace(name=f"stage{share.stage}.{c.name}") for c in share.units) if twice else share.units
+    if all(stage_of.setdefault(c.name, share.stage) == share.stage for share in shares for c in share.units):
+        return [share.units for share in shares]
+    return [tuple(c._replace(name=f"stage{share.stage}.{c.name}") for c in share.units) for share in shares]
 
 
 def merged(chains: Sequence[Sequence[str]]) -> list[str]:
     """One order that keeps the order of every chain: the first chain's names first, unless another has some before."""
-    left = [list(chain) for chain in dict.fromkeys(map(tuple, chains))]
-    found: list[str] = []
+    left = [deque(chain) for chain in dict.fromkeys(map(tuple, chains))]
+    waiting = Counter(name for chain in left for name in list(chain)[1:])
+    found: dict[str, None] = {}
     while left := [chain for chain in left if chain]:
-        waiting = {name for chain in left for name in chain[1:]}
-        name = next((chain[0] for chain in left if chain[0] not in waiting), left[0][0])
-        found.append(name)
-        left = [[other for other in chain if other != name] for chain in left]
-    return found
+        found[next((chain[0] for chain in left if not waiting[chain[0]]), left[0][0])] = None
+        for chain in left:
+            while chain and chain[0] in found:
+                chain.popleft()
+                waiting.subtract(itertools.islice(chain, 1))
+    return list(found)
 
 
 def _check(shares: Sequence[Share]) -> None:
@@ -364,7 +384,9 @@ def refuse_sensors(
             "detector, or replicate the model (DDP)"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    only_stored = fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()) and max(cuts) < 2
+    only_stored = (
+        fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()) and max(cuts, default=0) < 2
+    )
     if columns and any(cuts) and not only_stored:
         raise TrimtabError(
             f"whole outputs are needed for {', '.join(columns)}, got outputs that tensor parallelism cuts: choose a "

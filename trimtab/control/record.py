@@ -45,6 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import trimtab
+from trimtab.control.decide import Quota
 from trimtab.control.writers import FORMAT, MetricsWriter, TraceWriter, plain
 from trimtab.errors import TrimtabError
 
@@ -105,12 +106,14 @@ class Recorder:
         total_steps: int | None,
         columns: Sequence[str] = (),
         detector: Mapping[str, Any] | None = None,
+        quotas: Sequence[Quota] = (),
     ) -> None:
         """Say what the trace is about; after a resume, check that it is about the same units and columns.
 
         Args:
             columns: names of what is measured besides the norms, each a column of the trace.
             detector: what the run was judged by, if not by GNMR (`trimtab.control.detectors.described`).
+            quotas: the budgets of parts of the units, where there is not one for all.
         """
         header = {
             "format": FORMAT,
@@ -126,6 +129,7 @@ class Recorder:
             raise TrimtabError(f"columns must have names of their own, got {list(columns)}: rename one")
         header |= {"columns": list(columns)} if columns else {}
         header |= {} if detector is None else {"detector": dict(detector)}
+        header |= {"quotas": [[list(part.units), part.max_high] for part in quotas]} if quotas else {}
         if not units:
             raise TrimtabError("a trace needs at least one unit, got none: check what was converted or watched")
         if len(header["recoverable"]) != len(units):

@@ -7,7 +7,8 @@ references go on pointing at the same objects, and there is no second copy of an
 
 Covered are linears of exactly the type `nn.Linear`. Left alone, each with its reason in the report: the output
 head, the routers of mixtures (DeepSeek-V3 keeps both high), `lora_*` adapters, subclasses of `nn.Linear` (what they
-compute is not known), what `filter_fn` refuses, what no unit pattern matches, and what is converted already.
+compute is not known), what `filter_fn` refuses, what no unit pattern matches, and what is converted already. Experts
+that are slices of one parameter have no linear to convert: the report lists such weights as seen, observe only.
 
 A linear wrapped by an adapter layer (peft: `...q_proj.base_layer`) belongs to the unit `...q_proj`, and the signal
 of that unit is the whole wrapper: the base is frozen, the gradients are on the adapters.
@@ -25,7 +26,7 @@ from trimtab.linear import real
 from trimtab.linear.linear import SwitchLinear, switch_linears
 from trimtab.linear.paths import Recipe
 from trimtab.linear.recipes import build
-from trimtab.modules import is_router, output_head
+from trimtab.modules import bare_modules, cubes, is_router, output_head
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -44,6 +45,8 @@ class ConvertReport:
     """Path -> reason, for every other linear."""
     units: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Unit name -> the paths of its linears."""
+    observed: dict[str, int] = field(default_factory=dict)
+    """Weights of three dimensions (stacks of experts), path -> number of slices: seen, and not switchable."""
 
     def __str__(self) -> str:
         total = len(self.covered) + len(self.skipped)
@@ -57,6 +60,12 @@ class ConvertReport:
         for reason, paths in reasons.items():
             more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
             lines.append(f"  skipped {len(paths)} ({reason}): {', '.join(paths[:3])}{more}")
+        if self.observed:
+            more = f" and {len(self.observed) - 3} more" if len(self.observed) > 3 else ""
+            lines.append(
+                f"  seen, observe only, {len(self.observed)} (experts as slices of one parameter): "
+                f'{", ".join(list(self.observed)[:3])}{more}; Controller(watch=["*.experts.*"]) watches each expert'
+            )
         return "\n".join(lines)
 
 
@@ -81,7 +90,7 @@ def convert_(
     """
     if not isinstance(recipe, Recipe):
         recipe = build(recipe)
-    modules = dict(model.named_modules())
+    modules = bare_modules(model)
     found, skipped = _candidates(model, modules, filter_fn, head)
     by_unit_path = {_unit_path(path): path for path in found}
     grouped = group(by_unit_path, unit)
@@ -91,7 +100,8 @@ def convert_(
     skipped |= {path: "matches no unit pattern" for path in found if path not in matched}
     linears = {path: modules[path] for path in covered}
     carried = _backend(backend, recipe, linears)  # type: ignore[arg-type]
-    report = ConvertReport(recipe, carried, covered, skipped, units)
+    observed = {f"{path}.{name}": len(p) for path, module in modules.items() for name, p in cubes(module).items()}
+    report = ConvertReport(recipe, carried, covered, skipped, units, observed)
     taken = {module.switch.name for module in switch_linears(model)} & set(units)
     if taken:
         raise TrimtabError(
@@ -99,7 +109,8 @@ def convert_(
             "a unit in one call, or name the units by patterns"
         )
     if not covered:
-        seen = f"{len(skipped)} linears, all skipped:\n{report}" if skipped else "no nn.Linear at all"
+        told = skipped or observed
+        seen = f"{len(skipped)} linears, all skipped:\n{report}" if told else "no nn.Linear at all"
         remedy = (
             "pass the model that holds the linears, and check filter_fn, unit and head; revert_ undoes a conversion"
         )

@@ -18,6 +18,9 @@ path does to its inputs what autocast would do, then runs `SwitchedGemms` with a
 Under `torch.compile` the module is one opaque operator that does all this when it runs (`opaque.py`): a switch that a
 compiled region could see would recompile it.
 
+Under FSDP2 a forward sees whole weights, in the type that its mixed precision says. Under tensor parallelism the weight
+is a DTensor: emulated paths of plain casts go through DTensor's own operations, and other paths are refused.
+
 Where a module carries a `watch`, its low path also computes what the high path would have given for the same operands
 and reports how far apart they are. That costs the linear once more and changes no number of the run.
 """
@@ -37,8 +40,7 @@ from trimtab.linear.paths import Recipe
 from trimtab.linear.real import saves
 from trimtab.linear.state import Call, Fault, PathState, Watch
 from trimtab.modules import in_backward
-
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+from trimtab.shards import is_dtensor
 
 __all__ = ["Fault", "SwitchLinear", "Watch", "load_path_state", "path_state", "switch_linears"]
 
@@ -79,7 +81,8 @@ class SwitchLinear(nn.Linear):
         if torch.compiler.is_compiling():
             x, weight, bias = _cast((input, self.weight, self.bias), _autocast_dtype(input))
             self._check(x, weight)
-            if _is_exporting():
+            # torch.compiler.is_exporting() reads as True in every traced function before torch 2.13
+            if getattr(torch.compiler, "_is_exporting_flag", False):
                 raise TrimtabError(
                     f"{self.fqn!r} cannot be exported, because its switch is not part of a graph: revert_(model) first"
                 )
@@ -88,6 +91,8 @@ class SwitchLinear(nn.Linear):
                 keeps = torch.is_grad_enabled() and weight.requires_grad
                 return linear_saving(x, weight, bias, self.number, value, keeps)[0]
             return linear(x, weight, bias, self.number, value)[0]
+        if is_dtensor(self.weight):
+            self._check_cut()
         call = self.begin()
         plain = call.path.is_plain and call.fault is None
         if plain and not self.memory.histories:
@@ -133,6 +138,16 @@ class SwitchLinear(nn.Linear):
             raise TrimtabError(
                 f"the input of {self.fqn!r} must be {weight.dtype} with last dimension {weight.shape[1]}, got "
                 f"{x.dtype} of shape {tuple(x.shape)}: cast it, or use autocast"
+            )
+
+    def _check_cut(self) -> None:
+        """Refuse what is not known to work on a weight that tensor parallelism cuts: the rest goes through DTensor."""
+        gemms = [gemm for path in (self.recipe.low, self.recipe.high) for _, gemm in path.gemms()]
+        if self.real or self.memory.histories or any(g.hadamard or g.random or g.result for g in gemms):
+            raise TrimtabError(
+                "under tensor parallelism a path must be emulated, without delayed scales, rotations, random numbers "
+                f"or quantized results, got {self.recipe.short_str()} on {self.fqn!r}: use fp8, fp8_row, fp8_block, "
+                'int8 or saved4 with backend="emulated", or leave the linear out with filter_fn'
             )
 
     def extra_repr(self) -> str:

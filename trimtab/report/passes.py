@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control.advance import State, Verdict, advance
-from trimtab.control.decide import Choice
+from trimtab.control.decide import Choice, Quota
 from trimtab.control.detectors import GNMR, Detector, detector_of
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.values import Risk
@@ -66,6 +66,7 @@ class Rules(NamedTuple):
     acted: bool
     """Whether the trace's executed sets are shown, or what would have run."""
     detector: Detector = GNMR
+    quotas: tuple[Quota, ...] = ()
 
 
 class Passes(NamedTuple):
@@ -86,7 +87,9 @@ def rules_of(header: Trace, *, acted: bool) -> Rules:
     policy = Policy.from_dict(header.policy)
     if not acted:  # a run that only observes never asks for a batch to be run again
         policy = policy.replace(replay_step=None)
-    return Rules(policy, Limits(header.max_high, header.warmup_steps), recoverable, acted, _detector(header))
+    return Rules(
+        policy, Limits(header.max_high, header.warmup_steps), recoverable, acted, _detector(header), header.quotas
+    )
 
 
 def _detector(header: Trace) -> Detector:
@@ -113,6 +116,7 @@ def replayed(rules: Rules, blocks: Iterable[Trace]) -> Iterator[tuple[Trace, Ver
             rules.limits,
             rules.detector,
             block.columns,
+            rules.quotas,
         )
         yield block, verdict
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.control.decide import Quota
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.control.writers import FORMAT, METADATA_KEY
 from trimtab.errors import TrimtabError, missing_extra
@@ -51,6 +52,8 @@ class Trace:
     """What was measured besides the norms, by name."""
     detector: Mapping[str, Any] = field(default_factory=lambda: {"name": "gnmr"})
     """What the run was judged by: `trimtab.control.detectors.detector_of` builds it."""
+    quotas: tuple[Quota, ...] = ()
+    """Budgets of parts of the units (pipeline stages), in place of one for all."""
     dropped_bytes: int = 0
     """Length of the torn tail, 0 for a trace that ends where a batch ends."""
 
@@ -233,6 +236,7 @@ def _header(pa: Any, schema: Any, path: Path) -> Trace:
             total_steps=None if told["total_steps"] is None else int(told["total_steps"]),
             columns={str(name): np.zeros((0, len(units)), np.float32) for name in told.get("columns", ())},
             detector=dict(told.get("detector", {"name": "gnmr"})),
+            quotas=tuple(Quota(tuple(part), most) for part, most in told.get("quotas", ())),
         )
     except (KeyError, TypeError, json.JSONDecodeError):
         raise TrimtabError(f"{path} is not a trimtab trace: its schema does not carry our metadata") from None
