@@ -58,7 +58,7 @@ def test_every_case_names_a_thread_and_has_the_four_arms() -> None:
         repository, _, number = exhibit.thread.partition("#")
         assert repository.count("/") == 1
         assert number.isdigit()
-        assert [arm.name for arm in exhibit.arms[:4]] == ["high", "low", "control", "random"]
+        assert [arm.name for arm in exhibit.arms[:5]] == ["high", "low", "control", "random", "repair"]
 
 
 def test_a_zero_scale_kills_low_in_the_first_step_and_control_with_it(rows: Any) -> None:

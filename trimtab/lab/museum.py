@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A museum of failures: public threads about broken low-precision runs, each as a small run of the reference trainer.
 
-Each exhibit (`trimtab.lab.exhibits`) trains a micro model in four arms and some of its own, over paired seeds:
+Each exhibit (`trimtab.lab.exhibits`) trains a micro model in five arms and some of its own, over paired seeds:
 
     high      every unit on its high path, which no defect reaches
     low       every unit on its low path: nobody helps, and a non-finite step is taken
     control   preset `steady`, at most two units high; a non-finite step is skipped
     random    random units, as many in each step as control had; a non-finite step is skipped here too
+    repair    preset `repair` with the detector `source`, as many units; the batch of a fault is run again
 
 and asks: does low die, or what does it lose; who saves it; which unit is blamed, and after how many steps. The defect
 comes from the thread's mechanism wherever the emulation can express it. Where control does not help, the row says so.

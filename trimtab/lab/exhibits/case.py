@@ -55,6 +55,11 @@ HIGH = Arm("high", {"mode": "observe", "path": "high"}, note="every unit on its 
 LOW = Arm("low", {"mode": "observe", "path": "low"}, note="nobody helps, nothing is skipped")
 CONTROL = Arm("control", {"policy": STEADY}, note="steady, at most 2 units high")
 RANDOM = Arm("random", {"policy": STEADY}, note="random units, control's count in each step; skips as control does")
+REPAIR = Arm(
+    "repair",
+    {"policy": {"preset": "repair", "max_high": 2}, "detector": "source"},
+    note="the detector source, a batch with a fault is run again; at most 2 units high",
+)
 
 
 @dataclass(frozen=True)
@@ -74,14 +79,14 @@ class Exhibit:
     guilty: Callable[[str], bool] = lambda name: True
     """Which units are at fault, by name."""
     more: tuple[Arm, ...] = ()
-    """Arms of its own, beside high, low, control and random."""
+    """Arms of its own, beside high, low, control, random and repair."""
     note: str = ""
     """What the emulation cannot express."""
 
     @property
     def arms(self) -> tuple[Arm, ...]:
         """All its arms, in the order they run."""
-        return (HIGH, LOW, CONTROL, RANDOM, *self.more)
+        return (HIGH, LOW, CONTROL, RANDOM, REPAIR, *self.more)
 
 
 class Quirk:
