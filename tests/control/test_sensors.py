@@ -219,6 +219,35 @@ def test_a_gradient_that_is_not_finite_arrives_as_infinite_upstream_only() -> No
     assert torch.isfinite(found[1:]).all()
 
 
+# Under torch.compile
+
+
+@pytest.mark.parametrize("recipe", ["fp8", None])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of dynamo itself, where a graph breaks
+def test_a_compiled_model_is_heard_like_any_and_compiled_once(recipe: str | None) -> None:
+    def run(compiled: bool) -> list[dict[str, list[float]]]:
+        model = model_of(recipe)
+        controller = Controller(model, Policy(alpha_warmup=None), mode="observe", detector="source")
+        whole = recipe is not None  # a plain module is heard at the price of a break
+        called = torch.compile(model, backend="aot_eager", fullgraph=whole) if compiled else model
+        read = []
+        for step in range(5):
+            with torch._dynamo.config.patch(error_on_recompile=step > 1):
+                called(batch(step)).square().mean().backward()
+            controller.step()
+            assert controller.reading is not None
+            read.append({name: column.tolist() for name, column in controller.reading.columns.items()})
+            model.zero_grad()
+        controller.detach()
+        assert not any(getattr(module, "ears", ()) for module in model.modules())
+        return read
+
+    for one, other in zip(run(False), run(True), strict=True):
+        for name, column in one.items():
+            assert other[name] == pytest.approx(column, rel=1e-5)
+            assert np.isfinite(column).all()
+
+
 # Noise and gap
 
 

@@ -2,6 +2,10 @@
 """Listeners: sensors that hear every forward or every gradient of a step as it passes.
 
 A model keeps its hooks longer than a controller that was replaced, so hooks hold their sensor weakly and go with it.
+
+Under torch.compile a module hook would be traced: its memory would be guarded, and compiled again in every step. A
+switchable linear has `ears` for that case, which its operator calls when it runs; a plain module is left where it is
+heard, at the price of a break in its graph.
 """
 
 import math
@@ -102,8 +106,16 @@ class OutputGain(Base):
     def attach(self, units: Sequence[Unit]) -> None:
         """Hook the forward of every module of a unit."""
         super().attach(units)
-        self._handles = _hook_forwards(units, lambda key: _listen_forward(self, key))
+        self._handles = _listen_to(units, self)
         _removed_with(self, self._handles)
+
+    def hear(self, key: int, x: Tensor, y: Tensor) -> None:
+        """Take a forward, unless it is a recompute."""
+        if not in_backward():
+            self.take(key, x, y)
+
+    def feel(self, key: int, grad: Tensor) -> None:
+        """Gradients say nothing here."""
 
     @torch.no_grad()
     def take(self, key: int, x: Tensor, y: Tensor) -> None:
@@ -150,11 +162,17 @@ class GradOutput(Base):
     def attach(self, units: Sequence[Unit]) -> None:
         """Hook the outputs of every module of a unit."""
         super().attach(units)
-        self._handles = _hook_forwards(units, lambda key: _listen_output(self, key))
+        self._handles = _listen_to(units, self)
         _removed_with(self, self._handles)
 
+    def hear(self, key: int, x: Tensor, y: Tensor) -> None:
+        """Listen to the gradient of an output; a recomputed output never gets one."""
+        if y.requires_grad:
+            alive = weakref.ref(self)
+            y.register_hook(lambda grad: None if (found := alive()) is None else found.feel(key, grad))
+
     @torch.no_grad()
-    def take(self, key: int, grad: Tensor) -> None:
+    def feel(self, key: int, grad: Tensor) -> None:
         """Add the gradient of one output of one module."""
         square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square_()
         self._squares[key] = self._squares[key] + square if key in self._squares else square
@@ -180,12 +198,37 @@ class GradOutput(Base):
         _remove(self._handles)
 
 
-def _hook_forwards(units: Sequence[Unit], hook: Callable[[int], Callable[..., None]]) -> list[Any]:
-    """A forward hook on every module of the units."""
+def _listen_to(units: Sequence[Unit], sensor: OutputGain | GradOutput) -> list[Any]:
+    """Let a sensor hear every forward of the units' modules, compiled or not; what must be removed afterwards."""
     modules = {id(m): m for unit in units for m in unit.modules}
     if not modules:
         raise TrimtabError("an output is that of a module, and these units name none: use units of find_units")
-    return [module.register_forward_hook(hook(key)) for key, module in modules.items()]
+    handles: list[Any] = [m.register_forward_hook(_hook(sensor, key)) for key, m in modules.items()]
+    return handles + [_Ear(sensor, key, m) for key, m in modules.items() if hasattr(m, "ears")]
+
+
+class _Ear:
+    """What a switchable linear tells a sensor under torch.compile."""
+
+    def __init__(self, sensor: OutputGain | GradOutput, key: int, module: nn.Module) -> None:
+        self._sensor, self._key, self._module = weakref.ref(sensor), key, weakref.ref(module)
+        module.ears.append(self)  # type: ignore[union-attr, operator]
+
+    def heard(self, x: Tensor, y: Tensor) -> None:
+        """A forward; its output is none of autograd's, so that nobody listens to it twice."""
+        if (sensor := self._sensor()) is not None:
+            sensor.hear(self._key, x, y.detach())
+
+    def felt(self, grad: Tensor) -> None:
+        """The gradient of the output."""
+        if (sensor := self._sensor()) is not None:
+            sensor.feel(self._key, grad)
+
+    def remove(self) -> None:
+        """Stop listening."""
+        module = self._module()
+        if module is not None and self in getattr(module, "ears", ()):
+            module.ears.remove(self)  # type: ignore[union-attr, operator]
 
 
 def _sample(x: Tensor) -> Tensor:
@@ -214,28 +257,21 @@ def _listen(sensor: GradientSNR, key: int) -> Callable[[Tensor], None]:
     return hook
 
 
-def _listen_forward(sensor: OutputGain, key: int) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(sensor: OutputGain | GradOutput, key: int) -> Callable[[nn.Module, Any, Any], None]:
     alive = weakref.ref(sensor)
 
-    def hook(module: nn.Module, args: Any, y: Any) -> None:
-        found = alive()
-        if found is not None and module.training and not in_backward() and isinstance(y, Tensor) and args:
-            found.take(key, args[0], y)
-
-    return hook
-
-
-def _listen_output(sensor: GradOutput, key: int) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that listens to the output's own gradient; a recomputed output never gets one."""
-    alive = weakref.ref(sensor)
-
-    def take(grad: Tensor) -> None:
+    def hear(x: Tensor, y: Tensor) -> None:
         if (found := alive()) is not None:
-            found.take(key, grad)
+            found.hear(key, x, y)
+
+    apart = torch._disable_dynamo(hear)  # pyright: ignore[reportPrivateImportUsage]
 
     def hook(module: nn.Module, args: Any, y: Any) -> None:
-        if alive() is not None and module.training and isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(take)
+        compiling = torch.compiler.is_compiling()
+        if compiling and hasattr(module, "ears"):
+            return
+        if module.training and isinstance(y, Tensor) and args:
+            (apart if compiling else hear)(args[0], y)
 
     return hook
 

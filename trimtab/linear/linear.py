@@ -38,7 +38,7 @@ from trimtab.linear.gemms import SwitchedGemms
 from trimtab.linear.opaque import enroll, linear, linear_saving, mark
 from trimtab.linear.paths import Recipe
 from trimtab.linear.real import saves
-from trimtab.linear.state import Call, Fault, PathState, Watch
+from trimtab.linear.state import Call, Ear, Fault, PathState, Watch
 from trimtab.modules import in_backward
 from trimtab.shards import is_dtensor
 
@@ -59,6 +59,8 @@ class SwitchLinear(nn.Linear):
     """Damages the low path on purpose (see `Fault`); None costs nothing."""
     watch: Watch | None
     """Is told how far the low path is from the high one in training (see `Watch`); None costs nothing."""
+    ears: list[Ear]
+    """Who listens under torch.compile (see `Ear`); without it, module hooks do."""
     _last: Call | None
     number: Tensor
     """How the operator of a compiled region finds this module (`opaque.py`)."""
@@ -69,12 +71,12 @@ class SwitchLinear(nn.Linear):
     def attach(self, switch: Switch, recipe: Recipe, fqn: str, *, real: bool = False) -> None:
         """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
         self.switch, self.recipe, self.fqn, self.real = switch, recipe, fqn, real
-        self.memory, self.fault, self.watch, self._last = PathState(recipe), None, None, None
+        self.memory, self.fault, self.watch, self._last, self.ears = PathState(recipe), None, None, None, []
         self.number = enroll(self)
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
-        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "_last", "number"):
+        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "ears", "_last", "number"):
             del self.__dict__[attribute]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -126,6 +128,8 @@ class SwitchLinear(nn.Linear):
         if self.watch is not None and self.training and not high:
             call.shadow = Call(self.recipe.high, self.memory, self.fqn, draw=call.draw, amaxes=call.amaxes)
             call.report = _reporter(self, self.watch)
+        if self.ears and self.training:
+            call.ears = tuple(self.ears)
         self._last = call
         return call
 
@@ -155,8 +159,8 @@ class SwitchLinear(nn.Linear):
         return f"{super().extra_repr()}, unit={self.switch.name!r}, low={recipe.low.name}, high={recipe.high.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy starts outside any backward, unwatched, and under a number of its own.
-        state = super().__getstate__() | {"_last": None, "watch": None}
+        # A copy starts outside any backward, unwatched and unheard, and under a number of its own.
+        state = super().__getstate__() | {"_last": None, "watch": None, "ears": []}
         del state["number"]
         return state
 

@@ -22,6 +22,8 @@ Real kernels cast an input once for the linears that share it (`real.py`). Compi
 tensors, unseen by their versions, so here `trimtab::mark` numbers the input as a value: linears on the same value have
 the same mark, because the compiler merges equal operations, and where it does not, the cast is made again.
 
+Module hooks cannot listen to a compiled module without breaking its graph; who wants to hear puts an `Ear` on it.
+
 All this happens on the host, so none of it can be recorded in a CUDA graph; the operators are tagged accordingly.
 """
 
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from trimtab.errors import TrimtabError
 from trimtab.linear import gemms
+from trimtab.modules import in_backward
 
 if TYPE_CHECKING:
     from trimtab.linear.linear import SwitchLinear
@@ -109,6 +112,13 @@ def _begin(number: Tensor, mark: Tensor | None) -> "Call":
     return _modules[int(number)].begin(None if mark is None else int(mark))
 
 
+def _tell(call: "Call", x: Tensor, y: Tensor) -> None:
+    """Let those listen who cannot hook a compiled module."""
+    if call.ears and not in_backward():
+        for ear in call.ears:
+            ear.heard(x, y)
+
+
 def _filled(found: gemms.Gradients, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as an operator returns them: an empty tensor stands for one that is not needed."""
     x, weight, bias = (grad.new_empty(0) if g is None else g.contiguous() for g in found)
@@ -130,6 +140,7 @@ def linear(
     call.observe("input", x)
     call.observe("weight", weight)
     y, _ = gemms.forward(call, x, weight, bias, False, False)
+    _tell(call, x, y)
     return y.contiguous(), calls.put(call)
 
 
@@ -144,6 +155,8 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor stands for one that is not."""
     call, _ = calls.get(token)
+    for ear in call.ears:
+        ear.felt(grad)
     kept = gemms.keep(call, x, weight, needs[0], needs[1])
     found = gemms.backward(call, grad, kept, x.shape, needs)
     return _filled(found, grad)
@@ -185,6 +198,7 @@ def linear_saving(
     call.observe("weight", weight)
     # Our own weight comes again with the backward; the reference of a watched call keeps its own.
     y, (codes, _weight, *more) = gemms.forward(call, x, weight, bias, call.shadow is not None, keeps)
+    _tell(call, x, y)
     return y.contiguous(), calls.put(call, (codes, None, *more))
 
 
@@ -201,6 +215,8 @@ def linear_saving_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that are needed; an empty tensor stands for one that is not."""
     call, (codes, _, *more) = calls.get(token)
+    for ear in call.ears:
+        ear.felt(grad)
     shape = torch.Size((*grad.shape[:-1], weight.shape[1]))
     found = gemms.backward(call, grad, (codes, weight, *more), shape, needs)
     return _filled(found, grad)

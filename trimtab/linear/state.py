@@ -55,6 +55,16 @@ class Fault(Protocol):
         ...
 
 
+class Ear(Protocol):
+    """Listens to a linear under torch.compile, where a hook would break the graph; without it, hooks do."""
+
+    def heard(self, x: Tensor, y: Tensor) -> None:
+        """Input and output of a training forward that is no recompute."""
+
+    def felt(self, grad: Tensor) -> None:
+        """The gradient that arrives at the output."""
+
+
 class Watch(Protocol):
     """Somebody who wants to know how far the low path is from the high one; the high path never reports.
 
@@ -155,6 +165,8 @@ class Call:
     """The same forward on the high path, where somebody watches; it shares the amaxes and changes no state."""
     report: Callable[[str, Tensor, Tensor], None] | None = None
     """Takes (role, low result, high result) of a watched call."""
+    ears: "tuple[Ear, ...]" = ()
+    """Who listens to a compiled training forward and its backward."""
 
     def observe(self, operand: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         """Look up the amax that a delayed cast of x uses and feed the history; once per call and operand.
