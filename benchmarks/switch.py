@@ -8,8 +8,8 @@
     predicate   `torch.cond` on a device tensor inside of the compiled block: one graph with both branches
 
 Each holds the same decoder with compiled blocks, BF16 weights, fused AdamW, low = hybrid FP8 with current scaling, and
-high = BF16. Every arm runs with 0, 5 and 25 % of the blocks high, drawn anew in every step. `flip_us` is the host's time to
-change one unit, `compile_s` the first two steps, `graphs` how many were compiled.
+high = BF16. Every arm runs with 0, 5 and 25 % of the blocks high, drawn anew in every step. `flip_us` is the host's
+time to change one unit, `compile_s` the first two steps, `graphs` how many were compiled.
 """
 
 import argparse

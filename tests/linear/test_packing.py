@@ -36,7 +36,7 @@ def tokens(seed: int, rows: int, columns: int) -> Tensor:
 def test_what_comes_back_is_what_the_emulation_keeps(fmt, dtype, device, seed, rows, columns):
     x = tokens(seed, rows, columns).to(device, dtype)
     x[0, 0] = 0
-    codes, scale = pack(x, fmt, group_amax(x, "token"))
+    codes, scale = pack(x, fmt)
     assert codes.dtype == torch.uint8
     assert codes.numel() == rows * (columns if BITS[fmt] == 8 else math.ceil(columns / 2))
     assert torch.equal(unpack(codes, scale, fmt, columns, dtype), fake_quant(x, fmt))
@@ -47,9 +47,48 @@ def test_a_token_that_is_not_finite_comes_back_as_nan_and_the_others_do_not(fmt)
     x = tokens(0, 4, 17)
     x[1, 3], x[2, 4] = math.inf, math.nan
     x[3] = 0
-    back = unpack(*pack(x, fmt, group_amax(x, "token")), fmt, 17, torch.float32)
+    back = unpack(*pack(x, fmt), fmt, 17, torch.float32)
     assert back[1:3].isnan().all()
     assert torch.equal(back[[0, 3]], fake_quant(x[[0, 3]], fmt))
+    remembered = group_amax(x, "token").nan_to_num(posinf=1, nan=1)  # does not know of them
+    again = unpack(*pack(x, fmt, remembered), fmt, 17, torch.float32)
+    assert torch.equal(again.isnan(), back.isnan())
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("columns", [1, 7, 48, 2048, 2049, 20_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fmt", BITS)
+def test_one_launch_packs_and_unpacks_with_the_bits_of_the_torch_operations(fmt, dtype, columns):
+    pytest.importorskip("triton")
+    x = torch.randn(9, columns) if dtype == torch.float16 else tokens(2, 9, columns)
+    x[0], x[1, 0], x[2, 0], x[3, -1] = 0, -0.0, math.inf, math.nan
+    x, fine = x.to(dtype), [0, 1, 4, 5, 6, 7, 8]
+    (codes, scale), (found, found_scale) = (pack(t, fmt) for t in (x, x.cuda()))
+    assert found.shape == codes.shape
+    assert torch.equal(found.cpu()[fine], codes[fine])
+    assert torch.equal(found_scale.cpu().nan_to_num(-1), scale.nan_to_num(-1))
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        wanted = unpack(codes, scale, fmt, columns, out)
+        got = unpack(found, found_scale, fmt, columns, out).cpu()
+        assert got[2:4].isnan().all()
+        assert torch.equal(got[fine].view(torch.uint8), wanted[fine].view(torch.uint8))
+
+
+@pytest.mark.gpu
+@GPU
+def test_packing_and_unpacking_are_one_launch_each():
+    pytest.importorskip("triton")
+    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+    codes, scale = pack(x, "e2m1")
+    for call in (lambda: pack(x, "e2m1"), lambda: unpack(codes, scale, "e2m1", 2048, x.dtype)):
+        call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as found:
+            call()
+            torch.cuda.synchronize()
+        launches = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(launches) == 1, [event.name for event in launches]
 
 
 def pair(recipe: str | Recipe = "saved4", device: str = "cpu") -> list[nn.Sequential]:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts as single Triton launches: for the emulation (`amax_cast`), and into FP8 for real kernels (`cast_both`).
+"""Casts as single Triton launches: for the emulation, for real kernels, and into packed codes.
+
+    amax_cast               to a format and back, for the emulation
+    cast_both, cast_tiles   into FP8, in the layouts that matrix products need
+    pack, unpack            into codes of 4 or 8 bits, and back
 
 The usual cast of the emulation is: scale by amax, round to nearest, scale back.
 
@@ -14,11 +18,22 @@ together. Three things keep them equal:
 
 `cast_both` reads a matrix once and writes it in FP8 as it is, transposed, or both: the two layouts that matrix products
 need (`real.py`). Its quotients are the same, so that what real kernels multiply is what the emulation multiplies.
+`cast_tiles` does so with a scale per 128 numbers or 128 x 128, which it finds on the way (`tiles.py`).
 
-Importing this file needs Triton; `quantize.py` and `real.py` import it only then.
+One conversion to FP8 must not feed both layouts. Where a converted pair is stored packed and its upper byte is wanted
+for the transpose too, ptxas 12.8 (Triton 3.6) reads that byte from a register before it is written; 13.0 does not. A
+16-bit input is transposed before it is converted, so its two layouts have conversions of their own; a wider one that
+wants both gets two launches (`_apart`).
+
+`pack` and `unpack` write a token in codes of 4 or 8 bits and read it again (`packing.py`). A code is cut out of the
+FP32 bits with integer operations, so that GPUs without FP8 can do it too.
+
+Importing this file needs Triton; the files that use it import it only then.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -53,16 +68,29 @@ def _scale(amax, QMAX: tl.constexpr, POW2: tl.constexpr):
 
 
 @triton.jit
-def _round(x, scale, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr, SATURATE: tl.constexpr):
-    """`quantize.scaled_round` with `scales.round_to`, to nearest."""
-    y = tl.div_rn(x, scale)
-    if SATURATE:
-        y = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -2 * QMAX), 2 * QMAX), float("nan"))
+def _grid(y, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr):
+    """`scales.round_to`, to nearest."""
     power = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)  # exponents compare as integers
     step = (power - (MANTISSA << 23)).to(tl.float32, bitcast=True)
     inverse = (0x7F000000 - (power - (MANTISSA << 23))).to(tl.float32, bitcast=True)
     q = tl.minimum(tl.maximum(libdevice.rint(y * inverse) * step, -QMAX), QMAX)
-    return tl.where(y != y, y, q) * scale
+    return tl.where(y != y, y, q)
+
+
+@triton.jit
+def _round(x, scale, QMAX: tl.constexpr, LEAST: tl.constexpr, MANTISSA: tl.constexpr, SATURATE: tl.constexpr):
+    """`quantize.scaled_round`."""
+    y = tl.div_rn(x, scale)
+    if SATURATE:
+        y = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(y, -2 * QMAX), 2 * QMAX), float("nan"))
+    return _grid(y, QMAX, LEAST, MANTISSA) * scale
+
+
+@triton.jit
+def _sizes(x):
+    """Magnitudes for an amax: a NaN counts as infinite, because a GPU's maximum drops it."""
+    size = tl.abs(x)
+    return tl.where(size < float("inf"), size, float("inf"))
 
 
 @triton.jit
@@ -77,8 +105,7 @@ def _rows(
     if GIVEN:
         amax = tl.load(amax_ptr + row)
     else:
-        size = tl.abs(x)
-        amax = tl.max(tl.where(size < float("inf"), size, float("inf")))  # a NaN counts as infinite
+        amax = tl.max(_sizes(x))
     q = _round(x, _scale(amax, QMAX, POW2), QMAX, LEAST, MANTISSA, GIVEN)
     tl.store(out_ptr + row * cols + at, q.to(out_ptr.dtype.element_ty), mask=at < cols)
 
@@ -94,6 +121,21 @@ def _whole(
     amax = tl.load(amax_ptr).to(tl.float32)
     q = _round(x, _scale(amax, QMAX, POW2), QMAX, LEAST, MANTISSA, GIVEN)
     tl.store(out_ptr + at, q.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    """Launch where x is; a CPU tensor comes from Triton's interpreter."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+
+
+def _apart(x: Tensor, both: bool) -> bool:
+    """Whether two layouts with equal numbers need two launches: see the opening of this file."""
+    return both and x.element_size() > 2
+
+
+def _least(fmt: Format) -> int:
+    """The exponent field of the smallest normal number, as FP32 bits."""
+    return (127 + round(math.log2(fmt.min_normal))) << 23
 
 
 def takes(x: Tensor, group: object) -> bool:
@@ -113,14 +155,21 @@ def amax_cast(x: Tensor, fmt: Format, group: str, *, pow2_scale: bool, amax: Ten
         kernel, last, width = _rows, x.shape[-1], triton.next_power_of_2(x.shape[-1])
         found = x if amax is None else amax.contiguous()
         grid = (x.numel() // x.shape[-1],)
-    least = (127 + round(math.log2(fmt.min_normal))) << 23  # its exponent field
-    with torch.cuda.device_of(x):
+    with _device(x):
         kernel[grid](  # pyright: ignore[reportIndexIssue]
             x, found, out, last,
-            GIVEN=given, QMAX=fmt.max, LEAST=least, MANTISSA=fmt.mantissa_bits, POW2=pow2_scale,
+            GIVEN=given, QMAX=fmt.max, LEAST=_least(fmt), MANTISSA=fmt.mantissa_bits, POW2=pow2_scale,
             WIDTH=width, num_warps=4 if width <= 4096 else 8,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _narrow(x, divisor, QMAX: tl.constexpr):
+    """x / divisor in range, and NaN where x is not finite."""
+    y = tl.div_rn(x, divisor)
+    y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -QMAX), QMAX))
+    return tl.where(tl.abs(x) < float("inf"), y, float("nan"))
 
 
 @triton.jit
@@ -148,9 +197,7 @@ def _both(
         if tl.program_id(0) == 0:
             tl.store(scale_ptr + column, scale, mask=column < num_columns)
         divisor = tl.broadcast_to(scale[None, :], (HEIGHT, WIDTH))
-    y = tl.div_rn(x, divisor)
-    y = tl.where(y != y, y, tl.minimum(tl.maximum(y, -QMAX), QMAX))
-    y = tl.where(tl.abs(x) < float("inf"), y, float("nan"))
+    y = _narrow(x, divisor, QMAX)
     if INTEGER:
         y = libdevice.rint(y)
     q = y.to(rows_ptr.dtype.element_ty)
@@ -178,6 +225,10 @@ def cast_both(
 
     Finite values beyond the scale saturate, others become NaN, and a non-finite amax makes the scale NaN.
     """
+    if _apart(x, all(wanted) and not fmt.is_integer):
+        first, _ = cast_both(x, fmt, dtype, amax, (True, False), align=align, pow2_scale=pow2_scale)
+        _, second = cast_both(x, fmt, dtype, amax, (False, True), align=align, pow2_scale=pow2_scale)
+        return first, second
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_columns = x.shape
     rows_pad, columns_pad = (-(-size // align) * align for size in x.shape)
@@ -188,10 +239,209 @@ def cast_both(
     columns = torch.empty((num_columns, rows_pad) if wanted[1] else (0, 0), dtype=dtype, device=x.device)
     height, width = (64, 64) if wanted[1] else (16, 256)
     grid = (triton.cdiv(rows_pad if wanted[1] else num_rows, height), triton.cdiv(columns_pad, width))
-    with torch.cuda.device_of(x):
+    with _device(x):
         _both[grid](  # pyright: ignore[reportIndexIssue]
             x, amax.contiguous(), rows, columns, scale, num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
             PER=per, ROWS=wanted[0], COLUMNS=wanted[1], INTEGER=fmt.is_integer, QMAX=fmt.max, POW2=pow2_scale,
             HEIGHT=height, WIDTH=width, num_warps=4,
         )  # fmt: skip
     return (rows, scale) if wanted[0] else None, (columns, scale) if wanted[1] else None
+
+
+@triton.jit
+def _square_scale(scale_ptr, scale, outer, inner, last, height):
+    """Store the scale of a square; the last one of a column also fills its padding, with zeros."""
+    at = tl.arange(0, 4)
+    mask = (at == 0) | ((inner == last) & (inner + at < height))
+    tl.store(scale_ptr + outer * height + inner + at, tl.where(at == 0, scale, 0.0), mask=mask)
+
+
+@triton.jit
+def _tiles(
+    x_ptr, rows_ptr, columns_ptr, row_scale_ptr, column_scale_ptr, num_rows, num_columns,
+    row_outer, row_inner, row_height, column_outer, column_inner, column_height, stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROW_SQUARE: tl.constexpr, COLUMN_SQUARE: tl.constexpr,
+    QMAX: tl.constexpr, POW2: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    down, across = tl.program_id(0).to(tl.int64) * HEIGHT // 128, tl.program_id(1).to(tl.int64) * WIDTH // 128
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = _sizes(x)
+    if ROWS:
+        if ROW_SQUARE:
+            scale = _scale(tl.max(tl.max(size, axis=1), axis=0), QMAX, POW2)
+            _square_scale(row_scale_ptr, scale, down, across, tl.num_programs(1) - 1, row_height)
+            divisor = tl.broadcast_to(scale, (HEIGHT, WIDTH))
+        else:
+            scale = _scale(tl.max(size, axis=1), QMAX, POW2)
+            tl.store(row_scale_ptr + across * row_outer + row, scale, mask=row < row_outer)
+            divisor = tl.broadcast_to(scale[:, None], (HEIGHT, WIDTH))
+        q = _narrow(x, divisor, QMAX).to(rows_ptr.dtype.element_ty)
+        place = rows_ptr + row[:, None] * row_inner + column[None, :]
+        tl.store(place, q, mask=(row < row_outer)[:, None] & (column < row_inner)[None, :])
+    if COLUMNS:
+        if COLUMN_SQUARE:
+            scale = _scale(tl.max(tl.max(size, axis=1), axis=0), QMAX, POW2)
+            _square_scale(column_scale_ptr, scale, across, down, tl.num_programs(0) - 1, column_height)
+            divisor = tl.broadcast_to(scale, (HEIGHT, WIDTH))
+        else:
+            scale = _scale(tl.max(size, axis=0), QMAX, POW2)
+            tl.store(column_scale_ptr + down * column_outer + column, scale, mask=column < column_outer)
+            divisor = tl.broadcast_to(scale[None, :], (HEIGHT, WIDTH))
+        q = _narrow(x, divisor, QMAX).to(columns_ptr.dtype.element_ty)
+        place = columns_ptr + column[:, None] * column_inner + row[None, :]
+        tl.store(place, tl.trans(q), mask=(column < column_outer)[:, None] & (row < column_inner)[None, :])
+
+
+def cast_tiles(
+    x: Tensor,  # (rows, columns)
+    fmt: Format,
+    rows: bool | None,
+    columns: bool | None,
+    *,
+    outer: int,
+    pow2_scale: bool = False,
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """x in E4M3 as it is, transposed, or both from one read, with scales as `tiles.py` lays them out.
+
+    Args:
+        rows, columns: of each layout, whether a scale is for a square of 128 x 128 or a tile of 128; None: not wanted.
+        outer: the outer dimension is padded to a multiple of this, the inner one to a multiple of 128.
+    """
+    if _apart(x, rows is True and columns is True):
+        first, _ = cast_tiles(x, fmt, True, None, outer=outer, pow2_scale=pow2_scale)
+        _, second = cast_tiles(x, fmt, None, True, outer=outer, pow2_scale=pow2_scale)
+        return first, second
+    x, side = x if x.stride(1) == 1 else x.contiguous(), 128
+    blocks = [triton.cdiv(size, side) for size in x.shape]
+    made = []
+    for square, size, (across, along) in zip((rows, columns), x.shape, (blocks, blocks[::-1]), strict=True):
+        if square is None:
+            made.append((x.new_empty(0, 0, dtype=torch.float8_e4m3fn), x.new_empty(0, 0, dtype=torch.float32)))
+            continue
+        padded, height = triton.cdiv(size, outer) * outer, triton.cdiv(along, 4) * 4
+        data = torch.empty(padded, along * side, dtype=torch.float8_e4m3fn, device=x.device)
+        shape = (across, height) if square else (along, padded)
+        made.append((data, torch.empty(shape, dtype=torch.float32, device=x.device).t()))
+    (first, row_scale), (second, column_scale) = made
+    # A program has its groups as a whole: a tile one way leaves the other way free.
+    height = 16 if columns is None and rows is False else side
+    width = 32 if rows is None and columns is False else side
+    grid = (blocks[0] * side // height, blocks[1] * side // width)
+    with _device(x):
+        _tiles[grid](  # pyright: ignore[reportIndexIssue]
+            x, first, second, row_scale, column_scale, *x.shape,
+            *first.shape, row_scale.shape[0], *second.shape, column_scale.shape[0], x.stride(0),
+            ROWS=rows is not None, COLUMNS=columns is not None, ROW_SQUARE=bool(rows), COLUMN_SQUARE=bool(columns),
+            QMAX=fmt.max, POW2=pow2_scale, HEIGHT=height, WIDTH=width,
+            num_warps=4 if height * width < side * side else 16,
+        )  # fmt: skip
+    return None if rows is None else made[0], None if columns is None else made[1]
+
+
+@triton.jit
+def _encode(
+    q, LEAST: tl.constexpr, STEP: tl.constexpr, MANTISSA: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr
+):
+    """The code of a number on the grid: sign, exponent and mantissa, or an integer (in 4 bits plus 8)."""
+    if INTEGER:
+        number = tl.where(q != q, 0.0, q).to(tl.int32)
+        return number + 8 if BITS == 4 else number & 255
+    bits = q.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size >> (23 - MANTISSA)) - (((LEAST >> 23) - 1) << MANTISSA)
+    small = (tl.abs(tl.where(q != q, 0.0, q)) * (1.0 / STEP)).to(tl.int32)
+    code = tl.where(size < LEAST, small, tl.minimum(normal, (1 << (BITS - 1)) - 1))
+    return code | (((bits >> 31) & 1) << (BITS - 1))
+
+
+@triton.jit
+def _decode(
+    code, LEAST: tl.constexpr, STEP: tl.constexpr, MANTISSA: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr
+):
+    """The number of a code."""
+    if INTEGER:
+        number = code - 8 if BITS == 4 else (code << 24) >> 24
+        return number.to(tl.float32)
+    size = code & ((1 << (BITS - 1)) - 1)
+    normal = ((size + (((LEAST >> 23) - 1) << MANTISSA)) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+    if BITS == 8:
+        normal = tl.where(size == 127, float("nan"), normal)
+    number = tl.where(size < (1 << MANTISSA), size.to(tl.float32) * STEP, normal)
+    return (number.to(tl.int32, bitcast=True) | ((code >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack(
+    x_ptr, amax_ptr, codes_ptr, scale_ptr, cols, stride, width,
+    GIVEN: tl.constexpr, QMAX: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr, MANTISSA: tl.constexpr,
+    INTEGER: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * WIDTH
+    at = start + tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * stride + at, mask=at < cols, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr + row) if GIVEN else tl.max(_sizes(x))
+    scale = _scale(amax, QMAX, False)
+    if start == 0:
+        tl.store(scale_ptr + row, scale)
+    code = _encode(_grid(tl.div_rn(x, scale), QMAX, LEAST, MANTISSA), LEAST, STEP, MANTISSA, INTEGER, BITS)
+    if BITS == 4:
+        even, odd = tl.split(tl.reshape(tl.where(at < cols, code, 0), (WIDTH // 2, 2)))
+        place = start // 2 + tl.arange(0, WIDTH // 2)
+        tl.store(codes_ptr + row * width + place, (even | (odd << 4)).to(tl.uint8), mask=place < width)
+    else:
+        tl.store(codes_ptr + row * width + at, code.to(tl.uint8), mask=at < cols)
+
+
+@triton.jit
+def _unpack(
+    codes_ptr, scale_ptr, out_ptr, cols, width,
+    LEAST: tl.constexpr, STEP: tl.constexpr, MANTISSA: tl.constexpr, INTEGER: tl.constexpr, BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * WIDTH
+    at = start + tl.arange(0, WIDTH)
+    if BITS == 4:
+        place = start // 2 + tl.arange(0, WIDTH // 2)
+        pair = tl.load(codes_ptr + row * width + place, mask=place < width, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(pair & 15, pair >> 4), (WIDTH,))
+    else:
+        code = tl.load(codes_ptr + row * width + at, mask=at < cols, other=0).to(tl.int32)
+    x = _decode(code, LEAST, STEP, MANTISSA, INTEGER, BITS) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * cols + at, x.to(out_ptr.dtype.element_ty), mask=at < cols)
+
+
+def pack(x: Tensor, fmt: Format, bits: int) -> tuple[Tensor, Tensor]:
+    """`packing.pack` with measured scales: tokens (T, K) as codes of 4 or 8 bits, and scales (T, 1)."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, cols = x.shape
+    width, given = cols if bits == 8 else triton.cdiv(cols, 2), cols > WIDEST
+    codes = torch.empty(tokens, width, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    found = torch.linalg.vector_norm(x, torch.inf, dim=1).float() if given else x
+    block = FLAT if given else max(triton.next_power_of_2(cols), 2)
+    with _device(x):
+        _pack[(tokens, triton.cdiv(cols, block))](  # pyright: ignore[reportIndexIssue]
+            x, found, codes, scale, cols, x.stride(0), width,
+            GIVEN=given, QMAX=fmt.max, LEAST=_least(fmt), STEP=fmt.min_subnormal, MANTISSA=fmt.mantissa_bits,
+            INTEGER=fmt.is_integer, BITS=bits, WIDTH=block, num_warps=4 if block <= 4096 else 8,
+        )  # fmt: skip
+    return codes, scale
+
+
+def unpack(codes: Tensor, scale: Tensor, fmt: Format, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`packing.unpack`: the tokens (T, columns) again, in a type."""
+    codes = codes.contiguous()
+    out = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
+    block = min(max(triton.next_power_of_2(columns), 2), FLAT)
+    with _device(codes):
+        _unpack[(codes.shape[0], triton.cdiv(columns, block))](  # pyright: ignore[reportIndexIssue]
+            codes, scale, out, columns, codes.shape[1],
+            LEAST=_least(fmt), STEP=fmt.min_subnormal, MANTISSA=fmt.mantissa_bits, INTEGER=fmt.is_integer, BITS=bits,
+            WIDTH=block, num_warps=4,
+        )  # fmt: skip
+    return out

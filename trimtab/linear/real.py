@@ -2,7 +2,8 @@
 """Carry a path out on real low-precision matrix units.
 
 Hardware multiplies two matrices that both have the *inner* dimension last, in memory without gaps, with one scale per
-matrix or per row. So an operand is quantized with its inner dimension last, whatever side it stands on:
+matrix, per row or, on Hopper, per 128 numbers (`tiles.py`). So an operand is quantized with its inner dimension last,
+whatever side it stands on:
 
     output        x  (tokens, in)  as it is          w  (out, in)     as it is
     grad_input    dY (tokens, out) as it is          w  transposed to (in, out)
@@ -23,7 +24,7 @@ The numbers are those of `emulated.py` up to two things: hardware accumulates in
 may differ by an ulp before it is rounded. `tests/linear/test_real.py` holds both together.
 
 What a kernel cannot take: `why_not` says it, with the rule and the value. Tokens may have any number; the inner
-dimension is padded with zeros to a multiple of 16.
+dimension is padded with zeros to a multiple of 16, or 128 where that many share a scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from trimtab.devices import has_triton
-from trimtab.linear import emulated, packing
+from trimtab.linear import emulated, packing, tiles
 from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import SIDES, Cast, Gemm, Path
 from trimtab.linear.quantize import as_matrix, group_amax
@@ -67,6 +68,8 @@ class Operand(NamedTuple):
     scale: Tensor
 
 
+Side = Operand | tiles.Tiled
+"""Either kind of operand."""
 KEPT = 3
 
 
@@ -81,14 +84,26 @@ def why_not(path: Path, linear: nn.Linear) -> str | None:
             for cast, last in zip((gemm.left, gemm.right), INNER_LAST[role], strict=True):
                 along = ("tensor", "token" if last else "column")
                 usual = cast.fmt in ("e4m3", "e5m2") and cast.scale == "amax" and cast.rounding == "nearest"
-                if not usual or cast.group not in along:
+                if not usual or (cast.group not in along and not tiles.is_tiled(cast)):
                     return f"there is no kernel for {cast.fmt} with a scale per {cast.group} in {role} of {path.name}"
-            if (gemm.left.group == "tensor") != (gemm.right.group == "tensor"):
-                return f"both sides of {role} must have scales per tensor, or both per row, got {path.name}"
+            if _kind(gemm.left) != _kind(gemm.right):
+                return f"both sides of {role} must have scales per tensor, per row or per 128, got {path.name}"
+            reason = tiles.why_not(role, gemm, INNER_LAST[role]) if tiles.is_tiled(gemm.left) else None
+            if reason is not None:
+                return reason
     for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
         if size % ALIGN:
             return f"{name} must be a multiple of {ALIGN}, got {size}"
-    return _lacks(linear.weight.device)
+    return _lacks(linear.weight.device, any(c is not None and tiles.is_tiled(c) for c in _casts(path)))
+
+
+def _casts(path: Path) -> list[Cast | None]:
+    return [cast for _, gemm in path.gemms() for cast in (gemm.left, gemm.right)]
+
+
+def _kind(cast: Cast) -> str:
+    """Of which kind a scale is, as a product sees it."""
+    return "tiled" if tiles.is_tiled(cast) else "tensor" if cast.group == "tensor" else "row"
 
 
 def saves(path: Path) -> bool:
@@ -107,14 +122,14 @@ def _is_int8(path: Path) -> bool:
     return gemm == Gemm(token, token) and inward and path.grad_weight is None
 
 
-def _lacks(device: torch.device) -> str | None:
-    """Why a device has no FP8 matrix units; None if it has."""
+def _lacks(device: torch.device, tiled: bool) -> str | None:
+    """Why a device has no FP8 matrix units, or none with a scale per 128 numbers; None if it has."""
     if device.type != "cuda":
         return f"real kernels need a CUDA device, got {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return f"FP8 needs compute capability 8.9 or more (Ada, Hopper), got {major}.{minor}"
-    return None
+    return tiles.lacks(device) if tiled else None
 
 
 def output(
@@ -128,8 +143,7 @@ def output(
         y = nn.functional.linear(_unpacked(call, kept, x.dtype).reshape(x.shape), weight, bias)
     else:
         a, b = _shared(call, "output", x), _cast(call, "output", "weight", weight)
-        multiply = _multiply_int if a.data.dtype == torch.int8 else _multiply
-        y = multiply("output", a, b, x.dtype, bias).reshape(*x.shape[:-1], weight.shape[0])
+        y = _multiply("output", a, b, x.dtype, bias).reshape(*x.shape[:-1], weight.shape[0])
     return y, (kept if need_w else (None, *kept[1:2], None))
 
 
@@ -170,11 +184,14 @@ def gradients(
     return grad_x, grad_w
 
 
-def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Operand | None, Operand | None]:
+def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Side | None, Side | None]:
     """dY in the layouts of both backward products, from one read where they quantize it alike; None: not quantized."""
     path = call.path
     first = path.grad_input.left if path.grad_input is not None and need_x else None
     second = path.grad_weight.left if path.grad_weight is not None and need_w else None
+    if first is not None and second is not None and tiles.is_tiled(first) and tiles.is_tiled(second):
+        amaxes = (_amax(call, "grad_output", first, g), _amax(call, "grad_output", second, g))
+        return tiles.quantize(g, first, second, amaxes)
     if first is not None and first == second:
         return _quantize(g, first, _amax(call, "grad_output", first, g), (True, True))
     rows = columns = None
@@ -185,7 +202,7 @@ def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Operan
     return rows, columns
 
 
-def _cast(call: Call, role: str, operand: str, x: Tensor) -> Operand:
+def _cast(call: Call, role: str, operand: str, x: Tensor) -> Side:
     """An operand of a role, in the layout that the role needs."""
     gemm: Gemm = getattr(call.path, role)
     cast = (gemm.left, gemm.right)[SIDES[role].index(operand)]  # type: ignore[arg-type]
@@ -200,14 +217,17 @@ def _key(operand: str, cast: Cast) -> str:
     return f"{operand} per {cast.group}"
 
 
-def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor:
+def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
     """The amax that an operand is scaled by: measured, or remembered, or replaced by a fault.
 
-    Input and weight are measured once per call. A gradient is measured in each backward: there may be two.
+    Input and weight are measured once per call. A gradient is measured in each backward: there may be two. None: the
+    cast measures for itself, because it has each group at hand as a whole.
     """
     change = call.change_amax(operand, cast)
     if change is not None and cast.delayed:
         return change(torch.empty(0))  # what is remembered needs no measurement
+    if tiles.is_tiled(cast):
+        return _replaced(call, operand, cast, x)
     key = _key(operand, cast)
     amax = call.measured.get(key)
     if amax is None:
@@ -215,6 +235,12 @@ def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor:
         if operand != "grad_output":
             call.measured[key] = amax
     return amax if change is None else change(amax)
+
+
+def _replaced(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
+    """What a fault makes of the amax; None: there is no fault, and the cast measures for itself."""
+    change = call.change_amax(operand, cast)
+    return None if change is None else change(group_amax(as_matrix(x), cast.group))
 
 
 def _measure(x: Tensor, cast: Cast) -> Tensor:
@@ -232,7 +258,7 @@ class _Last(NamedTuple):
     value: tuple[int, ...]
     cast: Cast
     columns: bool
-    amax: Tensor
+    amax: Tensor | None
     made: Any
 
 
@@ -253,15 +279,16 @@ def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], M
         return make()
     last, value = _last.get(x.device), _value(call, x)
     if last is not None and last.cast == cast and last.value == value and (call.mark is not None or last.tensor() is x):
-        call.measured[_key("input", cast)] = last.amax
+        if last.amax is not None:
+            call.measured[_key("input", cast)] = last.amax
         if last.columns == columns:
             return last.made
     made = make()
-    _last[x.device] = _Last(TensorWeakRef(x), value, cast, columns, call.measured[_key("input", cast)], made)
+    _last[x.device] = _Last(TensorWeakRef(x), value, cast, columns, call.measured.get(_key("input", cast)), made)
     return made
 
 
-def _shared(call: Call, role: str, x: Tensor) -> Operand:
+def _shared(call: Call, role: str, x: Tensor) -> Side:
     """The input as an operand."""
     gemm: Gemm = getattr(call.path, role)
     cast = gemm.left if role == "output" else gemm.right
@@ -275,7 +302,7 @@ def _packed(call: Call, x: Tensor, weight: Tensor) -> Kept:
     assert gemm is not None
     assert gemm.right is not None
     cast = gemm.right
-    made = _once(call, x, cast, False, lambda: packing.pack(as_matrix(x), cast.fmt, _amax(call, "input", cast, x)))
+    made = _once(call, x, cast, False, lambda: packing.pack(as_matrix(x), cast.fmt, _replaced(call, "input", cast, x)))
     return made[0], weight, made[1]
 
 
@@ -288,8 +315,13 @@ def _unpacked(call: Call, kept: Sequence[Tensor | None], dtype: torch.dtype) -> 
     return packing.unpack(codes, scale, call.path.grad_weight.right.fmt, weight.shape[1], dtype)  # type: ignore[union-attr]
 
 
-def _multiply(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _multiply(role: str, a: Side, b: Side, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """The product over the inner dimensions, (outer of a, outer of b)."""
+    if isinstance(a, tiles.Tiled):
+        assert isinstance(b, tiles.Tiled)
+        return tiles.multiply(a, b, dtype, bias)
+    if a.data.dtype == torch.int8:
+        return _multiply_int(a, b, dtype, bias)
     if not a.data.numel() or not b.data.numel():  # no tokens
         y = a.scale.new_zeros(a.data.shape[0], b.data.shape[0], dtype=dtype)
         return y if bias is None else y + bias
@@ -308,7 +340,7 @@ def _multiply(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tenso
     return y if bias is None or fused else y + bias
 
 
-def _multiply_int(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _multiply_int(a: Side, b: Side, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The same of integers: exact sums in INT32, then both scales."""
     rows = a.data.shape[0]
     data = a.data if rows > LEAST_ROWS else nn.functional.pad(a.data, (0, 0, 0, 2 * LEAST_ROWS - rows))
@@ -317,12 +349,16 @@ def _multiply_int(role: str, a: Operand, b: Operand, dtype: torch.dtype, bias: T
     return y if bias is None else y + bias
 
 
-def _quantize(x: Tensor, cast: Cast, amax: Tensor, wanted: tuple[bool, bool]) -> tuple[Operand | None, Operand | None]:
+def _quantize(x: Tensor, cast: Cast, amax: Tensor | None, wanted: tuple[bool, bool]) -> tuple[Side | None, Side | None]:
     """A matrix (rows, columns) as an operand with the columns inside, with the rows inside, or both from one read.
 
     Args:
         amax: one number; or (rows, 1) for the first layout, (1, columns) for the second.
     """
+    if tiles.is_tiled(cast):
+        first, second = (cast if want else None for want in wanted)
+        return tiles.quantize(x, first, second, (amax, amax))
+    assert amax is not None
     fmt, dtype = FORMATS[cast.fmt], TYPES[cast.fmt]
     if x.is_cuda and has_triton():
         from trimtab.linear import kernels
