@@ -3,7 +3,8 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from trimtab.errors import TrimtabError
 
@@ -34,3 +35,17 @@ def meant(name: object, valid: Iterable[str]) -> str:
     valid = list(valid)
     near = difflib.get_close_matches(str(name), valid, n=1)
     return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
+
+
+def check_adam(group: Mapping[str, Any]) -> None:
+    """Refuse settings that no relative of Adam can work with."""
+    lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
+    rule = "lr must be a number of at least 0, or a 0-dim tensor of it on the CPU (a GPU's would be waited for)"
+    tensor = hasattr(lr, "dim")
+    require(not tensor or (lr.dim() == 0 and lr.is_cpu), rule, lr)
+    value = lr.item() if tensor else lr
+    require(is_number(value) and value >= 0, rule, lr)
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    require(pair and all(is_number(b) and 0 <= b < 1 for b in betas), "betas must be two numbers in [0, 1)", betas)
+    require(is_positive(group["eps"]), "eps must be above 0: a coordinate without gradient is 0 / eps", group["eps"])
+    require(is_number(decay) and decay >= 0, "weight_decay must be a number of at least 0", decay)

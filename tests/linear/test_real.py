@@ -117,6 +117,15 @@ def data(device: str, *shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
 
 
+def assert_like(got, wanted):
+    """Shapes, types, and values within the floors."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].shape == tensor.shape
+        assert got[name].dtype == tensor.dtype
+        assert decibels(tensor, got[name]) > FLOORS[name], name
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [(210,), (2, 64), (1,), (3, 5, 7)])
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_row", "int8"])
@@ -125,11 +134,7 @@ def test_outputs_and_all_gradients_are_those_of_the_emulation(recipe, tokens, de
     for turn in range(3):  # delayed scales come from the steps before
         x, grad = data(device, *tokens, 96, seed=turn), data(device, *tokens, 160, seed=10 + turn)
         wanted, got = run(emulated, x, grad), run(actual, x, grad)
-        assert got.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            assert got[name].shape == tensor.shape
-            assert got[name].dtype == tensor.dtype
-            assert decibels(tensor, got[name]) > FLOORS[name], name
+        assert_like(got, wanted)
 
 
 @BLOCKS
@@ -143,11 +148,7 @@ def test_block_scaling_is_that_of_the_emulation(tokens, sizes, pow2_scale, devic
     x, grad = data(device, *tokens, sizes[0]), data(device, *tokens, sizes[1], seed=2)
     x = x * torch.exp2(torch.arange(sizes[0]) % 7 - 3).to(x)
     wanted, got = run(emulated, x, grad), run(actual, x, grad)
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert got[name].shape == tensor.shape
-        assert got[name].dtype == tensor.dtype
-        assert decibels(tensor, got[name]) > FLOORS[name], name
+    assert_like(got, wanted)
 
 
 @BLOCKS

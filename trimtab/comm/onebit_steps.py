@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trimtab.checks import is_number, is_positive, is_whole, require
+from trimtab.checks import check_adam, is_whole, require
 from trimtab.comm.traffic import Group, all_reduce
 from trimtab.shards import is_dtensor
 
@@ -140,17 +140,8 @@ def has_settled(now: Sequence[float], before: Sequence[float] | None, step: int,
 
 def check_group(group: dict[str, Any]) -> None:
     """Refuse settings and parameters that cannot work, with the remedy."""
-    lr, betas, warmup = group["lr"], group["betas"], group["warmup"]
-    tensor = isinstance(lr, Tensor)
-    rule = "lr must be a number of at least 0, or a 0-dim tensor of it on the CPU (a GPU's would be waited for)"
-    require(not tensor or (lr.dim() == 0 and lr.is_cpu), rule, lr)
-    value = lr.item() if tensor else lr
-    require(is_number(value) and value >= 0, rule, lr)
-    pair = isinstance(betas, tuple | list) and len(betas) == 2
-    require(pair and all(is_number(b) and 0 <= b < 1 for b in betas), "betas must be two numbers in [0, 1)", betas)
-    require(is_positive(group["eps"]), "eps must be above 0: a coordinate without gradient is 0 / eps", group["eps"])
-    decay = group["weight_decay"]
-    require(is_number(decay) and decay >= 0, "weight_decay must be a number of at least 0", decay)
+    warmup = group["warmup"]
+    check_adam(group)
     rule = 'warmup must be a whole number of at least 1, "auto", or None for a group that is never compressed'
     require(warmup is None or warmup == "auto" or is_whole(warmup, 1), rule, warmup)
     require(not group.get("amsgrad"), "amsgrad has no meaning under a frozen second moment: leave it False", True)

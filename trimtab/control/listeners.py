@@ -86,7 +86,37 @@ class GradientSNR(Base):
         _remove(self._handles)
 
 
-class OutputGain(Base):
+class Listener(Base):
+    """A sensor that hears the forwards of its units' modules, and feels the gradients of their outputs."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Any] = {}
+        self._handles: list[Any] = []
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Listen to every module of a unit."""
+        super().attach(units)
+        self._handles = _listen_to(units, self)
+        _removed_with(self, self._handles)
+
+    def hear(self, key: int, x: Tensor, y: Tensor) -> None:
+        """A training forward of one module, perhaps a recompute."""
+
+    def feel(self, key: int, grad: Tensor) -> None:
+        """The gradient of one output of one module."""
+
+    def collected(self) -> list[list[Any]]:
+        """What was kept of each unit's modules in this step; begins the next."""
+        found = [[self._sums[key] for key in map(id, unit.modules) if key in self._sums] for unit in self.units]
+        self._sums = {}
+        return found
+
+    def detach(self) -> None:
+        """Unhook."""
+        _remove(self._handles)
+
+
+class OutputGain(Listener):
     """Column `output`: the gain of a unit's linears, size of the output over size of the input.
 
         gain = (mean sqrt|y|)^2 / sqrt(mean x^2)
@@ -99,23 +129,10 @@ class OutputGain(Base):
 
     column = "output"
 
-    def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._handles: list[Any] = []
-
-    def attach(self, units: Sequence[Unit]) -> None:
-        """Hook the forward of every module of a unit."""
-        super().attach(units)
-        self._handles = _listen_to(units, self)
-        _removed_with(self, self._handles)
-
     def hear(self, key: int, x: Tensor, y: Tensor) -> None:
         """Take a forward, unless it is a recompute."""
         if not in_backward():
             self.take(key, x, y)
-
-    def feel(self, key: int, grad: Tensor) -> None:
-        """Gradients say nothing here."""
 
     @torch.no_grad()
     def take(self, key: int, x: Tensor, y: Tensor) -> None:
@@ -129,8 +146,7 @@ class OutputGain(Base):
     @torch.no_grad()
     def read(self) -> Tensor:
         """Close the step; all modules at once, because a GPU counts launches and not numbers."""
-        heard = [[self._sums[key] for key in map(id, unit.modules) if key in self._sums] for unit in self.units]
-        self._sums = {}
+        heard = self.collected()
         flat = [sums for unit in heard for sums in unit]
         if not flat:
             return torch.full((len(heard),), torch.nan)
@@ -142,28 +158,14 @@ class OutputGain(Base):
         parts = iter(logs.split([len(unit) for unit in heard if unit]))
         return together([next(parts).mean().exp() if unit else torch.tensor(torch.nan) for unit in heard])
 
-    def detach(self) -> None:
-        """Unhook."""
-        _remove(self._handles)
 
-
-class GradOutput(Base):
+class GradOutput(Listener):
     """Column `grad_output`: the norm of the gradient that arrives at the outputs of a unit's modules.
 
     Together over its modules and the step's micro-batches: the root of the sum of squares.
     """
 
     column = "grad_output"
-
-    def __init__(self) -> None:
-        self._squares: dict[int, Tensor] = {}
-        self._handles: list[Any] = []
-
-    def attach(self, units: Sequence[Unit]) -> None:
-        """Hook the outputs of every module of a unit."""
-        super().attach(units)
-        self._handles = _listen_to(units, self)
-        _removed_with(self, self._handles)
 
     def hear(self, key: int, x: Tensor, y: Tensor) -> None:
         """Listen to the gradient of an output; a recomputed output never gets one."""
@@ -175,13 +177,12 @@ class GradOutput(Base):
     def feel(self, key: int, grad: Tensor) -> None:
         """Add the gradient of one output of one module."""
         square = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).square_()
-        self._squares[key] = self._squares[key] + square if key in self._squares else square
+        self._sums[key] = self._sums[key] + square if key in self._sums else square
 
     @torch.no_grad()
     def read(self) -> Tensor:
         """Close the step, all units at once."""
-        heard = [[self._squares[key] for key in map(id, unit.modules) if key in self._squares] for unit in self.units]
-        self._squares = {}
+        heard = self.collected()
         flat = [square for unit in heard for square in unit]
         if not flat:
             return torch.full((len(heard),), torch.nan)
@@ -193,12 +194,8 @@ class GradOutput(Base):
             return squares.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(missing, torch.nan)
         return squares.sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
-    def detach(self) -> None:
-        """Unhook."""
-        _remove(self._handles)
 
-
-def _listen_to(units: Sequence[Unit], sensor: OutputGain | GradOutput) -> list[Any]:
+def _listen_to(units: Sequence[Unit], sensor: Listener) -> list[Any]:
     """Let a sensor hear every forward of the units' modules, compiled or not; what must be removed afterwards."""
     modules = {id(m): m for unit in units for m in unit.modules}
     if not modules:
@@ -210,7 +207,7 @@ def _listen_to(units: Sequence[Unit], sensor: OutputGain | GradOutput) -> list[A
 class _Ear:
     """What a switchable linear tells a sensor under torch.compile."""
 
-    def __init__(self, sensor: OutputGain | GradOutput, key: int, module: nn.Module) -> None:
+    def __init__(self, sensor: Listener, key: int, module: nn.Module) -> None:
         self._sensor, self._key, self._module = weakref.ref(sensor), key, weakref.ref(module)
         module.ears.append(self)  # type: ignore[union-attr, operator]
 
@@ -257,7 +254,7 @@ def _listen(sensor: GradientSNR, key: int) -> Callable[[Tensor], None]:
     return hook
 
 
-def _hook(sensor: OutputGain | GradOutput, key: int) -> Callable[[nn.Module, Any, Any], None]:
+def _hook(sensor: Listener, key: int) -> Callable[[nn.Module, Any, Any], None]:
     alive = weakref.ref(sensor)
 
     def hear(x: Tensor, y: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.checks import is_number, is_positive, is_whole, require
+from trimtab.checks import check_adam, is_positive, is_whole, require
 
 NAMES = (
     *("lr", "betas", "eps", "weight_decay", "threshold", "reset_every", "warmup", "grace"),
@@ -19,17 +19,8 @@ def check_group(group: dict[str, Any]) -> None:
     """Refuse settings that cannot work, with the remedy."""
     missing = [name for name in NAMES if name not in group]
     require(not missing, "a group of SPAM has all its settings (was it saved by another optimizer?)", missing)
-    lr, betas, grace, period = group["lr"], group["betas"], group["grace"], group["reset_every"]
-    tensor = isinstance(lr, Tensor)
-    rule = "lr must be a number of at least 0, or a 0-dim tensor of it on the CPU (a GPU's would be waited for)"
-    require(not tensor or (lr.dim() == 0 and lr.is_cpu), rule, lr)
-    value = lr.item() if tensor else lr
-    require(is_number(value) and value >= 0, rule, lr)
-    pair = isinstance(betas, tuple | list) and len(betas) == 2
-    require(pair and all(is_number(b) and 0 <= b < 1 for b in betas), "betas must be two numbers in [0, 1)", betas)
-    require(is_positive(group["eps"]), "eps must be above 0: a coordinate without gradient is 0 / eps", group["eps"])
-    decay, threshold = group["weight_decay"], group["threshold"]
-    require(is_number(decay) and decay >= 0, "weight_decay must be a number of at least 0", decay)
+    grace, period, threshold = group["grace"], group["reset_every"], group["threshold"]
+    check_adam(group)
     rule = "threshold must be above 0 (math.inf cuts nothing)"
     require(threshold == math.inf or is_positive(threshold), rule, threshold)
     for name in ("warmup", "grace", "seed"):
