@@ -4,6 +4,9 @@
 import runpy
 from pathlib import Path
 
+from comm.ranks import in_ranks
+
+from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.report.read import read_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -19,6 +22,18 @@ def test_the_plain_loop_trains_and_leaves_a_run_folder(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert run.trace is not None
     assert run.trace.units == ("blocks.0", "blocks.1")
+
+
+def ddp_example(rank: int) -> dict[str, float]:
+    return runpy.run_path(str(EXAMPLES / "ddp.py"))["main"](8)
+
+
+def test_ranks_of_the_ddp_example_agree_and_send_less(tmp_path: Path) -> None:
+    first, second = in_ranks(2, ddp_example, tmp_path)
+    assert first == second
+    assert first["steps"] == 8
+    numbers = sum(p.numel() for p in Decoder(ModelConfig.size("micro"), seed=0).parameters())
+    assert 0 < first["payload"] < 0.5 * 4 * numbers
 
 
 def test_every_example_is_short_and_has_a_test() -> None:
