@@ -14,6 +14,10 @@ class NonFiniteError(TrimtabError):
     """The gradient was not finite for too many optimizer steps in a row."""
 
 
+class RankError(RuntimeError):
+    """Another rank of the run failed first, and shows its error: this one only stops."""
+
+
 class MissingExtraError(ImportError):
     """An optional package is not installed: the message ends in the pip line that installs it."""
 

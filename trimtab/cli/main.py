@@ -12,11 +12,17 @@
 
 Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted. Nothing heavy is imported before a
 verb runs, so `--help` is quick and loads no torch.
+
+Of several ranks (torchrun) the first one speaks, and an error is shown by the rank that failed first, with its number.
 """
 
 import logging
 import os
 import sys
+import traceback
+import warnings
+
+from trimtab.cli.ranks import is_one_of_many, is_quiet
 
 
 def main() -> None:
@@ -26,9 +32,11 @@ def main() -> None:
         import typer
     except ImportError:
         sys.exit("error: the command line needs typer and rich: pip install 'trimtab[cli]'")
-    from trimtab.errors import MissingExtraError, NonFiniteError, TrimtabError
+    from trimtab.errors import MissingExtraError, NonFiniteError, RankError, TrimtabError
 
-    logging.getLogger("trimtab").addHandler(_OneLine())
+    if is_quiet():
+        warnings.simplefilter("ignore")
+    logging.getLogger("trimtab").addHandler(logging.NullHandler() if is_quiet() else _OneLine())
     logging.getLogger("trimtab.control.controller").setLevel(logging.ERROR)  # its events are shown by the display
     try:
         code = _app(typer)(standalone_mode=False)
@@ -36,21 +44,27 @@ def main() -> None:
             raise KeyboardInterrupt  # the parser has made a code of it
         sys.exit(code)
     except NonFiniteError as error:
-        _fail(str(error), 1)
+        _fail(str(error), 1, error)
     except (TrimtabError, MissingExtraError) as error:
-        _fail(str(error), 2)
+        _fail(str(error), 2, error)
+    except RankError:
+        _leave(1)
     except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; the run folder is whole up to its last checkpoint, --resume continues it", 130)
+        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1, error)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        _fail("interrupted; the run folder is whole up to its last checkpoint, --resume continues it", 130, error)
     except typer.Exit as exit_:
         sys.exit(exit_.exit_code)
     except Exception as error:
         if not hasattr(error, "exit_code") or not hasattr(error, "format_message"):
-            raise
+            if not is_one_of_many():
+                raise
+            if _is_shown(error):
+                traceback.print_exception(error)
+            _leave(1)
         message = error.format_message()  # type: ignore[attr-defined]  (a usage error of the command-line parser)
         if message:
-            _fail(message, 2)
+            _fail(message, 2, error)
         sys.exit(2)  # no verb: the parser has shown the help
 
 
@@ -76,6 +90,26 @@ class _OneLine(logging.Handler):
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
-def _fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
+def _fail(message: str, code: int, error: BaseException) -> None:
+    if _is_shown(error):
+        where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        print(f"error: {where}{message}", file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """Exit; one of several ranks at once, because its process group may be waiting for ranks that wait for it."""
+    if is_one_of_many():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _is_shown(error: BaseException) -> bool:
+    """Whether it is this process that shows it: of several ranks, the first that failed."""
+    if not is_one_of_many():
+        return True
+    from trimtab.lab.meeting import shows
+
+    return shows(error)

@@ -26,9 +26,11 @@ def run(
     """Train a small LLaMA-style model in low precision under control, into a run folder.
 
     Every setting has a default: `trimtab train` alone trains on the text of Python's standard library.
-    `trimtab env --set ...` prints them all.
+    `trimtab env --set ...` prints them all. On several GPUs or processes:
+    `torchrun --nproc-per-node 2 -m trimtab train --set parallel=ddp` (or `fsdp2`).
     """
     from trimtab.cli.console import Display, console
+    from trimtab.cli.ranks import is_quiet
     from trimtab.errors import TrimtabError
     from trimtab.lab.config import Config, load_settings
 
@@ -42,6 +44,9 @@ def run(
 
     from trimtab.lab.train import train
 
+    if is_quiet():
+        train(settings, out, resume=resume, force=force)
+        return
     with Display(switches=verbose) as display:
         result = train(settings, out, resume=resume, force=force, watcher=display)
     if result.finished_before:

@@ -6,30 +6,38 @@ also the position in the data), random state, the settings, and how long metrics
 that moment, so that a resume cuts both there and goes on. It holds tensors and plain values only and is read
 with `weights_only=True`. It is written beside its place and moved there, so a file under its final name is
 whole; the newest two are kept.
+
+A run of several ranks (`parallel=ddp` or `fsdp2`) writes a folder instead, `checkpoints/step_000200/` (`dcp.py`), and
+either kind can be resumed by the other, but that fsdp2 does not take the file of one process.
 """
 
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
+from trimtab.lab.parallel import World
+from trimtab.shards import local
 
 log = logging.getLogger(__name__)
 
 KEEP = 2
-NAME = re.compile(r"^step_(\d+)\.pt$")
+REST = "rest.pt"
+"""In a checkpoint folder, what is no tensor."""
+NAME = re.compile(r"^step_(\d+)(\.pt)?$")
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write a checkpoint, whole or not at all, and drop the older ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:06d}.pt"
+    path = folder / f"{_name(step)}.pt"
     draft = path.with_suffix(".tmp")
     try:
         with draft.open("wb") as file:
@@ -40,8 +48,18 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    for _, old in _list(folder)[:-KEEP]:
-        old.unlink(missing_ok=True)
+    _drop_old(folder)
+    return path
+
+
+def save_together(folder: Path, step: int, tensors: dict[str, Tensor], rest: dict[str, Any], world: World) -> Path:
+    """Write a checkpoint folder, whole or not at all, and drop the older ones; every rank must call this."""
+    from trimtab.lab import dcp
+
+    path = folder / _name(step)
+    dcp.save(path, tensors, rest, world)
+    if world.leads:
+        _drop_old(folder)
     return path
 
 
@@ -50,7 +68,7 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     found = _list(folder)
     for _, path in reversed(found):
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = read(path)
         except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
             log.warning("%s cannot be read (%s): trying the one before", path, " ".join(str(error).split())[:120])
             continue
@@ -62,10 +80,29 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds; of a folder all but its tensors, the model's as shapes."""
+    if not path.is_dir():
+        return torch.load(path, map_location="cpu", weights_only=True)
+    from trimtab.lab import dcp
+
+    return dcp.read(path)
+
+
+def weights(path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The model's tensors, whole, of a checkpoint that was read."""
+    if not path.is_dir():
+        return state["model"]
+    from trimtab.lab import dcp
+
+    return dcp.weights(path, state)
+
+
 def is_finite(model: nn.Module) -> bool:
-    """Whether every parameter is finite: one pass, one wait."""
-    norms = torch._foreach_norm([p.detach() for p in model.parameters()])  # pyright: ignore[reportPrivateImportUsage]
-    return bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
+    """Whether every parameter, or what is here of it, is finite: one pass, one wait."""
+    pieces = [piece for p in model.parameters() if (piece := local(p.detach())).numel()]
+    norms = torch._foreach_norm(pieces)  # pyright: ignore[reportPrivateImportUsage]
+    return not norms or bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
 
 
 def check_model(model: nn.Module, state: Mapping[str, Any], path: Path) -> None:
@@ -80,8 +117,20 @@ def check_model(model: nn.Module, state: Mapping[str, Any], path: Path) -> None:
             )
 
 
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _drop_old(folder: Path) -> None:
+    for _, old in _list(folder)[:-KEEP]:
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.unlink(missing_ok=True)
+
+
 def _list(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
-    found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := NAME.match(path.name))]
-    return sorted(found)
+    named = [(match, path) for path in folder.iterdir() if (match := NAME.match(path.name))]
+    return sorted((int(match.group(1)), path) for match, path in named if path.is_dir() == (match.group(2) is None))

@@ -31,6 +31,7 @@ CHOICES = {
     "lr_schedule": ("cosine", "trapezoid"),
     "selection": ("policy", "round_robin", "top_norm", "by_lot", "oracle"),
     "guard": ("none", "skip_step", "clip_flagged"),
+    "parallel": ("none", "ddp", "fsdp2"),
 }
 TABLES = {
     "policy": "alpha=2",
@@ -110,7 +111,7 @@ class Config:
     steps: int = 600
     """Optimizer steps."""
     batch: int = 16
-    """Sequences per micro-batch."""
+    """Sequences per micro-batch, of all ranks together."""
     seq: int | None = None
     """Tokens per sequence; None means the model's longest."""
     accumulate: int = 1
@@ -134,6 +135,8 @@ class Config:
     bad_data: str | None = None
     """Steps whose batches are random tokens, such as `start=200,width=20`; several with `;`."""
     seed: int = 0
+    parallel: str = "none"
+    """How several ranks share the run (`torchrun -m trimtab train`): `ddp`, or `fsdp2`, which cuts the parameters."""
     device: str = "auto"
     threads: int = 0
     """CPU threads; 0 means one for `micro`, whose operators are too small to share, else torch's own choice."""
@@ -231,7 +234,7 @@ class Config:
         for key in values:
             if key not in known:
                 raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")
-        words = {key: "none" for key in ("recipe", "transform", "guard") if values.get(key, "") is None}
+        words = {key: "none" for key in ("recipe", "transform", "guard", "parallel") if values.get(key, "") is None}
         for name in TABLES:
             _table(values, name)
         return cls(**{**values, **words})

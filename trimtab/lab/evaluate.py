@@ -213,7 +213,7 @@ def load_model(config: Config, vocab_size: int, path: Path, state: dict[str, Any
     """The decoder of a checkpoint, unconverted, on the CPU."""
     model = build_model(config, vocab_size)
     checkpoint.check_model(model, state["model"], path)
-    model.load_state_dict(state["model"])
+    model.load_state_dict(checkpoint.weights(path, state))
     return model.eval()
 
 

@@ -27,12 +27,13 @@ linear alone, whether units are linears or blocks.
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.control.units import Switch
@@ -320,6 +321,16 @@ class Faults:
                 target.captured.pop(window, None)
             else:
                 target.captured[window] = value.clone()
+
+    def settle(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Let ranks agree on what stuck scales have captured; `largest` gives each value's maximum over them."""
+        stuck = list(self._stuck())
+        if stuck:
+            found = [target.captured.get(window) for target, window in stuck]
+            values = torch.stack([torch.tensor(-math.inf) if v is None else v.detach().float().cpu() for v in found])
+            for (target, window), value in zip(stuck, largest(values), strict=True):
+                if value > -math.inf:
+                    target.captured[window] = value
 
     def _stuck(self) -> Iterable[tuple[_Target, FaultWindow]]:
         return ((t, window) for t in self._targets for window in t.windows if window.kind == "stuck_scale")

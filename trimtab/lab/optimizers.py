@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from trimtab.checks import meant
@@ -132,6 +132,39 @@ class Update:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "transform": None if self.transform is None else self.transform.state_dict(),
         }
+
+    def named_state(self, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state by the parameters' names: tensors (`<parameter>.exp_avg`), and the rest as plain values.
+
+        Args:
+            names: of each parameter, by its id.
+        """
+        tensors: dict[str, Tensor] = {}
+        groups, values = [], {}
+        for optimizer in self.optimizers:
+            for p, entry in optimizer.state.items():
+                for key, value in entry.items():
+                    (tensors if isinstance(value, Tensor) else values)[f"{names[id(p)]}.{key}"] = value
+            groups.append(
+                [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+            )
+        transform = None if self.transform is None else self.transform.state_dict()
+        return tensors, {"groups": groups, "values": values, "transform": transform}
+
+    def load_named_state(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+        """Take back what `named_state` gave."""
+        entries: dict[str, dict[str, Any]] = {}
+        for name, value in {**tensors, **rest["values"]}.items():
+            parameter, _, key = name.rpartition(".")
+            entries.setdefault(parameter, {})[key] = value
+        for optimizer, groups in zip(self.optimizers, rest["groups"], strict=True):
+            order = [name for group in groups for name in group["params"]]
+            state = {number: entries[name] for number, name in enumerate(order) if name in entries}
+            numbers = {name: number for number, name in enumerate(order)}
+            groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if self.transform is not None:
+            self.transform.load_state_dict(rest["transform"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""

@@ -3,7 +3,8 @@
 
 A run keeps the settings that its run.json was written with. They may be repeated when it is resumed; a different one
 is refused by name, because half a run under one learning rate and half under another is neither. Only `steps` may grow.
-It then moves the end and nothing else: learning rate and warm-up follow the length the run was started with.
+It then moves the end and nothing else: learning rate and warm-up follow the length the run was started with. And
+`parallel` may change, like the number of ranks: it says how a run is carried out, and not what it is.
 """
 
 import json
@@ -54,12 +55,13 @@ def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], s
             raise changed(key, ours.get(key), value)
     if "steps" in given and wanted.steps < steps:
         raise TrimtabError(f"a resumed run may only get longer: steps was {steps} and is now {wanted.steps}")
-    return config, max(steps, wanted.steps)
+    return config.replace(parallel=wanted.parallel), max(steps, wanted.steps)
 
 
 def comparable(config: Config) -> dict[str, Any]:
     """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
-    settings = {key: value for key, value in config.to_dict().items() if key not in ("steps", "faults", "policy")}
+    apart = ("steps", "faults", "policy", "parallel")
+    settings = {key: value for key, value in config.to_dict().items() if key not in apart}
     settings |= {f"policy.{key}": value for key, value in config.build_policy().to_dict().items()}
     for table in (name for name in TABLES if name != "policy"):
         settings |= {f"{table}.{key}": value for key, value in settings.pop(table).items()}

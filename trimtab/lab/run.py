@@ -11,6 +11,10 @@
 
 Batch, learning rate and faults are pure functions of the step, so a resumed run repeats the uninterrupted one bit for
 bit on the same machine.
+
+On several ranks (`parallel.py`) each has a `Run` of its own and does all of this alike, on its rows of every batch.
+`model` is the bare one, with the names that a checkpoint has; `net` is what is called in training, which shares the
+gradients.
 """
 
 import platform
@@ -33,14 +37,16 @@ from trimtab.control.selections import Fixed, Selection
 from trimtab.control.units import find_units
 from trimtab.control.values import Event, Plan
 from trimtab.errors import NoEffectWarning, TrimtabError
-from trimtab.lab import checkpoint
+from trimtab.lab import checkpoint, parallel
 from trimtab.lab.config import Config
 from trimtab.lab.data import eval_batches, load_corpus
 from trimtab.lab.faults import Faults, Windows, parse_faults
 from trimtab.lab.guards import ClipFlagged, build_guard
+from trimtab.lab.memories import Memories
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.lab.noise import Spoiled, parse_bad_data
 from trimtab.lab.optimizers import Update, schedule
+from trimtab.lab.parallel import Unwritten, World
 from trimtab.lab.resume import changed, comparable
 from trimtab.lab.seats import Oracle, build_selection
 from trimtab.linear.account import describe_saved
@@ -95,19 +101,27 @@ class Run:
     """The pieces of one run, built from its settings; deterministic by its seed.
 
     Building one writes nothing. `record` gives it a run folder and its controller; then it can step.
+
+    Args:
+        world: the ranks that share the run; each builds its own, at the same time.
     """
 
-    recorder: Recorder
+    recorder: Recorder | Unwritten
 
-    def __init__(self, config: Config, watcher: Watcher, selection: Selection | None = None) -> None:
+    def __init__(
+        self, config: Config, watcher: Watcher, selection: Selection | None = None, world: World | None = None
+    ) -> None:
         self.config, self.watcher = config, watcher
+        self.world = World() if world is None else world
+        parallel.check(config, self.world)
         self.corpus = load_corpus(config.data, tokenizer=config.tokenizer)
-        self.device = _device(config.device)
+        self.device = _device(parallel.local_device(config.device, self.world))
         if config.threads or config.model == "micro":
             torch.set_num_threads(config.threads or 1)
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.corpus.vocab_size).to(self.device)
         self.report = None if config.recipe == "none" else _convert(self.model, config)
+        self.net = parallel.wrap(self.model, config, self.world)
         self.seq = self.model.config.max_seq
         shape: dict[str, Any] = {"batch": config.batch, "seq": self.seq, "seed": config.seed}
         bad = parse_bad_data(config.bad_data)
@@ -115,6 +129,8 @@ class Run:
         eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
         self.update = Update(self.model, config)
         self.faults = self._bind(config.faults)
+        alone = self.world.size == 1
+        self.memories = None if alone else Memories(self.model, self.faults, self.world, config.split)
         units = find_units(self.model, None if self.report is not None else config.unit)
         self.guard = build_guard(self.model, config, units)
         if isinstance(self.guard, ClipFlagged):
@@ -136,22 +152,23 @@ class Run:
         described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         described["hardware"] = {"device": str(self.device), "name": name, "threads": torch.get_num_threads()}
+        described["hardware"]["ranks"] = self.world.size
         if self.report is not None:
             batch = self.sampler.batch_at(0)[0].to(self.device)
             described["saved"] = describe_saved(self.model, lambda: self.model(batch))
         return described
 
-    def record(self, recorder: Recorder) -> None:
+    def record(self, recorder: Recorder | Unwritten) -> None:
         """Take a run folder, and start the controller."""
         self.recorder = recorder
         self.controller.detach()
-        self.controller = self._control(recorder)
+        self.controller = self._control(None if isinstance(recorder, Unwritten) else recorder)
         if isinstance(self.selection, Fixed):  # from the first step on; a resumed run loads its plan over this
             act.apply(self.controller.units, self.controller.plan.mask | self.selection.mask)
 
     def _control(self, recorder: Recorder | None) -> Controller:
         return Controller(
-            self.model,
+            self.net,
             self.config.build_policy(),
             mode=self.config.mode,
             total_steps=self.config.steps,
@@ -184,7 +201,7 @@ class Run:
                 break
         told = {} if self.guard is None else self.guard.step_(loss)
         if config.clip is not None and not plan.nonfinite:
-            self.controller.clip_grad_norm_(config.clip)
+            self._clip(config.clip)
         self.update.step(share)
         self.update.zero_grad()
         speed = self.tokens_per_step / max(time.perf_counter() - started, 1e-9)
@@ -193,19 +210,31 @@ class Run:
         self.recorder.log(self.step, loss=loss, lr=config.lr * share, **told)
         return StepInfo(self.step, loss, config.lr * share, speed, plan)
 
+    def _clip(self, max_norm: float) -> None:
+        if self.controller.mode == "off" and self.world.size > 1:  # it knows nothing of the others then
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        else:
+            self.controller.clip_grad_norm_(max_norm)
+
     def _backward(self) -> float:
-        """Accumulate the gradient of the mean loss over the micro-batches; returns that loss."""
+        """Accumulate the gradient of the mean loss over the micro-batches and the ranks; returns that loss."""
         total = torch.zeros((), device=self.device)
         batches = self._batches()
-        for inputs, targets in batches:
-            loss = self.model(inputs, targets).loss / len(batches)
-            loss.backward()
+        for number, (inputs, targets) in enumerate(batches):
+            if self.memories is not None:
+                self.memories.before(number)
+            with parallel.syncing(self.net, last=number == len(batches) - 1):
+                loss = self.net(inputs, targets).loss / len(batches)
+                loss.backward()
+            if self.memories is not None:
+                self.memories.after(number)
             total += loss.detach()
-        return total.item()
+        return self.world.mean(total)
 
     def _batches(self) -> list[tuple[Tensor, Tensor]]:
-        """The micro-batches of the present step, cut into parts of equal size."""
-        found = (self.sampler.batch_at(self.step, micro) for micro in range(self.config.accumulate))
+        """This rank's rows of the micro-batches of the present step, cut into parts of equal size."""
+        whole = (self.sampler.batch_at(self.step, micro) for micro in range(self.config.accumulate))
+        found = (self.world.share(*batch) for batch in whole)
         parts = self.config.split
         return [part for x, y in found for part in zip(*(t.to(self.device).chunk(parts) for t in (x, y)), strict=True)]
 
@@ -218,13 +247,7 @@ class Run:
         losses = {}
         for path in ("high", "low"):
             with running(self.model, path):
-                parts = [
-                    (self.model(x.to(self.device), y.to(self.device)).loss.item(), y.numel())
-                    for x, y in eval_batches(
-                        self.corpus.held_out, batch=self.config.batch, seq=self.seq, limit=self.config.eval_batches
-                    )
-                ]
-            losses[f"eval_loss_{path}"] = sum(a * n for a, n in parts) / sum(n for _, n in parts)
+                losses[f"eval_loss_{path}"] = self._held_out_loss()
             if self.report is None:
                 losses["eval_loss_low"] = losses["eval_loss_high"]
                 break
@@ -232,9 +255,28 @@ class Run:
         self.recorder.log(self.step, **losses)
         return losses
 
+    def _held_out_loss(self) -> float:
+        """Mean over the held-out batches, whole ones in turn by the ranks: each is what one process would make of it.
+
+        Where fewer are left than ranks, the others run the last once more and throw it away: with fsdp2 a forward needs
+        all ranks.
+        """
+        taken = list(
+            eval_batches(self.corpus.held_out, batch=self.config.batch, seq=self.seq, limit=self.config.eval_batches)
+        )
+        parts: list[list[float]] = []
+        for start in range(0, len(taken), self.world.size):
+            here = start + self.world.rank
+            x, y = taken[min(here, len(taken) - 1)]
+            loss = self.model(x.to(self.device), y.to(self.device)).loss.item()
+            counted = y.numel() if here < len(taken) else 0
+            parts += self.world.gather(torch.tensor([loss, counted], dtype=torch.float64)).tolist()
+        counts = [(loss, count) for loss, count in parts if count]
+        return sum(loss * count for loss, count in counts) / sum(count for _, count in counts)
+
     def save(self) -> None:
         """Write a checkpoint, unless the weights are broken: the last healthy one is then kept."""
-        if not checkpoint.is_finite(self.model):
+        if not self.world.all(checkpoint.is_finite(self.model)):
             raise TrimtabError(
                 f"the weights are not finite at step {self.step}, so no checkpoint is written: "
                 "resume from the last one with a lower lr, or with clip=1"
@@ -244,8 +286,6 @@ class Run:
             "steps": self.last_step,
             "config": self.config.to_dict(),
             "data": self.corpus.sha256,
-            "model": self.model.state_dict(),
-            "optimizer": self.update.state_dict(),
             "controller": self.controller.state_dict(),
             "guard": None if self.guard is None else self.guard.state_dict(),
             "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
@@ -253,7 +293,18 @@ class Run:
             "rng": torch.get_rng_state(),
             "offsets": self.recorder.offsets(),
         }
-        checkpoint.save(self.recorder.folder / CHECKPOINTS, self.step, state)
+        folder = self.recorder.folder / CHECKPOINTS
+        if self.config.parallel == "none":
+            state |= {"model": self.model.state_dict(), "optimizer": self.update.state_dict()}
+            checkpoint.save(folder, self.step, state)
+            return
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        more, rest = self.update.named_state(self._names())
+        tensors |= {f"optimizer.{name}": value for name, value in more.items()}
+        checkpoint.save_together(folder, self.step, tensors, state | {"optimizer": rest}, self.world)
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.model.named_parameters()}
 
     def check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other text, another model or other settings, before anything is changed."""
@@ -263,6 +314,11 @@ class Run:
                 "give the same data; the standard library's text differs between Python versions"
             )
         checkpoint.check_model(self.model, state["model"], path)
+        if not path.is_dir() and self.world.size > 1 and self.config.parallel == "fsdp2":
+            raise TrimtabError(
+                f"fsdp2 reads a checkpoint folder that can be cut, got {path} of a run with parallel=none: continue it "
+                "with parallel=ddp, whose checkpoints are folders"
+            )
         ours, theirs = comparable(self.config), comparable(Config.from_dict(state["config"]))
         for key, value in theirs.items():
             if value != ours.get(key):
@@ -277,10 +333,13 @@ class Run:
         if ours != theirs:
             raise changed("faults", ours, theirs)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, path: Path, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.model.load_state_dict(state["model"])
-        self.update.load_state_dict(state["optimizer"])
+        if path.is_dir():
+            self._load_tensors(path, state)
+        else:
+            self.model.load_state_dict(state["model"])
+            self.update.load_state_dict(state["optimizer"])
         self.controller.load_state_dict(state["controller"])
         if self.guard is not None:
             self.guard.load_state_dict(state["guard"])
@@ -289,6 +348,20 @@ class Run:
             self.faults.load_state_dict(state["faults"])
         torch.set_rng_state(state["rng"])
         self.step = int(state["step"])
+
+    @torch.no_grad()
+    def _load_tensors(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Read weights and moments from a checkpoint folder, each rank what it holds of them."""
+        from trimtab.lab import dcp
+
+        parameters = dict(self.model.named_parameters())
+        moments = {
+            name: dcp.like(parameters[name.rpartition(".")[0]], size, dtype)
+            for name, (size, dtype) in dcp.sizes(state, "optimizer").items()
+        }
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        dcp.fill(path, state, tensors | {f"optimizer.{name}": value for name, value in moments.items()})
+        self.update.load_named_state(moments, state["optimizer"])
 
 
 def _device(name: str) -> torch.device:

@@ -2,7 +2,7 @@
 """What is diagnosed: a model from a folder, converted, with batches of somebody's text.
 
     a run folder of `trimtab train`    its last checkpoint; the batches are those of its next steps, on the text given
-    one of its checkpoints, a .pt      that one
+    one of its checkpoints             that one
     a Hugging Face folder              a causal language model in FP32; tokens by its tokenizer.json, or bytes where it
                                        has none and a vocabulary of 256 (what `trimtab.lab.export` writes)
 
@@ -68,7 +68,7 @@ def load_subject(
         device: None means a GPU if there is one.
     """
     path = Path(path)
-    if path.is_file() or (path / RUN).is_file():
+    if path.is_file() or (path / RUN).is_file() or (path / checkpoint.REST).is_file():
         file, state = _checkpoint(path)
         config = Config.from_dict(state["config"])
         if config.model == "micro":
@@ -108,7 +108,7 @@ def logits_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that a file is, or the last one of a run."""
-    if path.is_dir():
+    if (path / RUN).is_file():
         found = checkpoint.latest(path / CHECKPOINTS)
         if found is None:
             raise TrimtabError(
@@ -117,7 +117,7 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
             )
         return found
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = checkpoint.read(path)
     except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
         raise TrimtabError(
             f"a checkpoint is a .pt file of trimtab train, got {str(path)!r}: {' '.join(str(error).split())[:120]}"

@@ -2,11 +2,11 @@
 """The reference trainer: a run from start to end, into a run folder, with evaluations and checkpoints on the way.
 
 `run.py` says what one optimizer step is, `resume.py` which settings a continued run has, `checkpoint.py` what is saved,
-docs/runs.md what the folder holds.
+`parallel.py` how several ranks share it, docs/runs.md what the folder holds.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from trimtab.control.record import CHECKPOINTS, Recorder
 from trimtab.control.selections import Selection
 from trimtab.lab import checkpoint
+from trimtab.lab.meeting import meet
+from trimtab.lab.parallel import Unwritten, World
 from trimtab.lab.resume import merge_settings, stored_settings
 from trimtab.lab.run import Run, Silent, Watcher
 
@@ -48,24 +50,40 @@ def train(
         resume: continue the run in `out` from its last checkpoint, or start it if there is none. Settings may be
             repeated; a different one is refused by name, except a larger `steps`.
         force: replace the run that is in `out`.
+
+    With the setting `parallel` every rank calls this, with the same arguments. A failure of one ends all: it raises its
+    error, with its rank as a note, and the others `RankError`.
     """
     out, watcher = Path(out), Silent() if watcher is None else watcher
+    before = stored_settings(out) if resume else None
+    kind = settings.get("parallel", (before or {}).get("parallel")) or "none"
+    with meet(kind) as world:
+        stored, found = world.first(lambda: _found(out, resume))
+        config, steps = merge_settings(stored, settings, None if found is None else int(found[1]["steps"]))
+        if found is not None and int(found[1]["step"]) >= steps:
+            return _finished(out, found[1])
+        run = Run(config, watcher if world.leads else Silent(), selection, world)
+        run.check_faults(settings.get("faults", config.faults))
+        if found is None:
+            described, replaced = run.describe(), force or stored is not None
+            run.record(_recorder(out, world, lambda: Recorder(out, run=described, force=replaced)))
+        else:
+            path, state = found
+            run.check(path, state)
+            run.record(_recorder(out, world, lambda: Recorder.resume(out, state["offsets"])))
+            run.load(path, state)
+        run.last_step = steps
+        return _drive(run)
+
+
+def _found(out: Path, resume: bool) -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None]:
+    """The settings and the last checkpoint of the run that is continued; None where there is none."""
     stored = stored_settings(out) if resume else None
-    found = checkpoint.latest(out / CHECKPOINTS) if stored is not None else None
-    path, state = found if found is not None else (None, None)
-    config, steps = merge_settings(stored, settings, None if state is None else int(state["steps"]))
-    if state is not None and int(state["step"]) >= steps:
-        return _finished(out, state)
-    run = Run(config, watcher, selection)
-    run.check_faults(settings.get("faults", config.faults))
-    if path is None or state is None:
-        run.record(Recorder(out, run=run.describe(), force=force or stored is not None))
-    else:
-        run.check(path, state)
-        run.record(Recorder.resume(out, state["offsets"]))
-        run.load(state)
-    run.last_step = steps
-    return _drive(run)
+    return stored, checkpoint.latest(out / CHECKPOINTS) if stored is not None else None
+
+
+def _recorder(out: Path, world: World, make: Callable[[], Recorder]) -> Recorder | Unwritten:
+    return make() if world.leads else Unwritten(out)
 
 
 def _drive(run: Run) -> Result:
