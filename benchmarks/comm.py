@@ -28,6 +28,7 @@ few to learn much, see `comm_learning.py` for that. One thread per rank.
 """
 
 import argparse
+import copy
 import ctypes
 import functools
 import multiprocessing
@@ -216,7 +217,7 @@ class Arm:
             self.optimizer = TimedOneBitAdam(model.parameters(), warmup=DENSE_STEPS, **ADAM)
             self.optimizer.attach(self.ddp)
         if start is not None:
-            self.optimizer.load_state_dict(start["optimizer"])
+            self.optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))  # torch's keeps the tensors it is given
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.ddp(*batch).loss.backward()
