@@ -13,7 +13,8 @@ round, and speed-ups are ratios to BF16.
     control 0 %           the same under a controller whose budget is 0: what watching costs
     control 1, 5, 25 %    random units high in every step, so many on average: what recovery costs
 
-trimtab's arms share one model: only what happens after the backward differs.
+trimtab's arms share one model: only what happens after the backward differs. When the host waits for the norms is the
+controller's `wait` (`trimtab/control/waiting.py`).
 """
 
 import argparse
@@ -63,11 +64,18 @@ def build(name: str, device: str) -> Decoder:
     return Decoder(MODELS[name], seed=0).to(device, torch.bfloat16)
 
 
-def trained(model: Decoder, batch: int, device: str, after: Callable[[], object]) -> Callable[[], None]:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every arm."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def trained(
+    model: Decoder, batch: int, device: str, after: Callable[[], object], optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
     """One training step of a model; `after` comes between backward and update."""
     for block in model.blocks:
         block.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = optimizer or adamw(model)
     size = (batch, model.config.max_seq + 1)
     tokens = torch.randint(0, model.config.vocab_size, size, device=device)
 
@@ -100,7 +108,9 @@ def timed(step: Callable[[], None], steps: int, before: Callable[[], object] = l
     return run
 
 
-def arms(name: str, wanted: list[str], batch: int, steps: int, device: str) -> dict[str, Callable[[], float]]:
+def arms(
+    name: str, wanted: list[str], batch: int, steps: int, wait: str, device: str
+) -> dict[str, Callable[[], float]]:
     """Every arm that is asked for and can be built."""
     found: dict[str, Callable[[], float]] = {}
 
@@ -132,7 +142,9 @@ def arms(name: str, wanted: list[str], batch: int, steps: int, device: str) -> d
         model = build(name, device)
         print(convert_(model, "fp8"), flush=True)
         share = Share(len(find_units(model)))
-        controller = Controller(model, Policy(max_high=1.0, alpha_warmup=None), selection=share)
+        optimizer = adamw(model)
+        policy = Policy(max_high=1.0, alpha_warmup=None)
+        controller = Controller(model, policy, selection=share, wait=wait, optimizer=optimizer)
         plain, watched = clip(model), [False]
 
         def after() -> None:
@@ -142,7 +154,7 @@ def arms(name: str, wanted: list[str], batch: int, steps: int, device: str) -> d
             else:
                 plain()
 
-        step = trained(model, batch, device, after)
+        step = trained(model, batch, device, after, optimizer)
         for arm in mine:
 
             def before(arm: str = arm) -> None:
@@ -160,10 +172,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--wait", default="forward", choices=["step", "forward", "never"])
     parser.add_argument("--arms", default=",".join(["bf16", *AO, "fp8", *SHARES]))
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    built = arms(args.model, args.arms.split(","), args.batch, args.steps, device)
+    built = arms(args.model, args.arms.split(","), args.batch, args.steps, args.wait, device)
     for name, run in built.items():
         started = time.perf_counter()
         run()
@@ -175,7 +188,15 @@ def main() -> None:
     for row in table.values():
         row["speed_up"] = round(1 / row["ratio"], 4)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    save(f"step_{device}_{args.model}", table, batch=args.batch, rounds=args.rounds, steps=args.steps, peak=peak)
+    save(
+        f"step_{device}_{args.model}",
+        table,
+        batch=args.batch,
+        rounds=args.rounds,
+        steps=args.steps,
+        wait=args.wait,
+        peak=peak,
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import trimtab
 from trimtab.control.gaps import Gap
 from trimtab.control.units import find_units
 from trimtab.errors import TrimtabError
-from trimtab.linear import RECIPES, convert_, opaque, revert_
+from trimtab.linear import RECIPES, convert_, opaque, real, revert_
 from trimtab.linear.linear import SwitchLinear, switch_linears
 
 pytestmark = [  # torch's own, while it compiles
@@ -118,6 +118,46 @@ def test_autocast_and_a_frozen_weight_are_as_without_compilation() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             results.append(step(made))
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_delayed", "fp8_row"])
+def test_of_real_kernels_the_graph_measures_what_is_scaled_as_a_whole(recipe, faulty, monkeypatch) -> None:
+    eager, made = model(recipe, 2), model(recipe, 2)
+    for one in (eager, made):
+        for linear in switch_linears(one):
+            linear.real = True
+            linear.fault = Sixteenfold() if faulty else None
+    compiled(made)
+    step(eager)
+    step(made)
+    seen: list[tuple[int, ...]] = []
+    plain = real._measure
+    monkeypatch.setattr(real, "_measure", lambda x, cast: seen.append(tuple(x.shape)) or plain(x, cast))
+    wanted = step(eager)
+    before, _ = len(seen), seen.clear()
+    assert_equal(wanted, step(made))
+    weights = [s for s in seen if s in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH))]
+    if recipe == "fp8":
+        assert before == 3 * 4  # input, weight and gradient of each
+        assert len(seen) == len(weights) + 4 * faulty  # a fault changes the gradient, which is then measured again
+        assert len(weights) == 4
+
+
+class Sixteenfold:
+    """A fault of the gradient that arrives."""
+
+    def output(self, y: Tensor) -> Tensor:
+        return y
+
+    def grad_output(self, g: Tensor) -> Tensor:
+        return 16 * g
+
+    def grad_weight(self, g: Tensor) -> Tensor:
+        return g
+
+    def amax(self, operand: str, amax: Tensor) -> Tensor:
+        return amax
 
 
 @pytest.mark.parametrize(("unit", "plans"), [("linear", 1000), ("block", 100)])
@@ -304,6 +344,6 @@ def test_a_linear_that_is_compiled_by_itself_can_be_pickled() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
 def test_no_operator_may_be_recorded_in_a_cuda_graph() -> None:
-    names = ("linear", "linear_backward", "linear_saving", "linear_saving_backward", "mark")
+    names = ("linear_forward", "linear_backward", "linear_saving_forward", "linear_saving_backward", "mark")
     for name in names:  # what they look up would be frozen
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.trimtab, name).default.tags

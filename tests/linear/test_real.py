@@ -7,6 +7,7 @@ CPU, which is as strict about shapes and strides as the real product.
 """
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -255,7 +256,9 @@ def test_linears_that_share_an_input_cast_it_once(monkeypatch):
     other = pair("fp8_delayed", bias=False)[1][0]
     seen = []
     plain = real._quantize
-    monkeypatch.setattr(real, "_quantize", lambda x, *rest: seen.append(tuple(x.shape)) or plain(x, *rest))
+    monkeypatch.setattr(
+        real, "_quantize", lambda x, *rest, **options: seen.append(tuple(x.shape)) or plain(x, *rest, **options)
+    )
     x = data("cpu", 32, 96).requires_grad_()
     y = q(x) + k(x)
     assert seen.count((32, 96)) == 1
@@ -484,14 +487,34 @@ def test_one_launch_writes_both_layouts_with_the_bits_of_the_torch_operations(na
     x = torch.randn(shape).to(dtype)
     amax = group_amax(x, per)
     layouts = {"tensor": ((True, True), (True, False), (False, True)), "token": ((True, False),)}
-    for ask in layouts.get(per, ((False, True),)):
-        wanted = real._quantize(x, Cast(name, per), amax, ask)
-        got = kernels.cast_both(x.cuda(), FORMATS[name], real.TYPES[name], amax.cuda(), ask, align=real.ALIGN)
+    trials = [(x, amax, False), (x, amax, True), (x, amax / 3, True)]  # the last one saturates
+    if dtype != torch.float16:
+        trials += [(x * size, group_amax(x * size, per), False) for size in (1e-37, 1e-20, 1e25)]
+    for ask, (y, most, saturate) in itertools.product(layouts.get(per, ((False, True),)), trials):
+        wanted = real._quantize(y, Cast(name, per), most, ask)
+        options = {"align": real.ALIGN, "saturate": saturate}
+        got = kernels.cast_both(y.cuda(), FORMATS[name], real.TYPES[name], most.cuda(), ask, **options)
         for one, other, asked in zip(wanted, got, ask, strict=True):
             assert (other is not None) == asked
             if one is not None and other is not None:
                 assert torch.equal(one.data.view(torch.uint8), other[0].cpu().view(torch.uint8))
                 assert torch.equal(one.scale, other[1].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs FP8 units")
+def test_a_corrected_estimate_has_the_bits_of_a_division():
+    from trimtab.linear import kernels
+    from trimtab.linear.formats import FORMATS
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name in ("e4m3", "e5m2"):
+        for _ in range(20):
+            x = torch.randn(2048, 8192, device="cuda", generator=generator) * torch.rand((), device="cuda") * 4
+            options = {"align": 16, "saturate": False}
+            got, _ = kernels.cast_both(x, FORMATS[name], real.TYPES[name], x.abs().max(), (True, False), **options)
+            assert got is not None
+            assert torch.equal((x / got[1]).to(real.TYPES[name]).view(torch.uint8), got[0].view(torch.uint8))
 
 
 @pytest.mark.gpu

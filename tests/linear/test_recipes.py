@@ -265,9 +265,25 @@ FLOORS = {
     ("fp4", "low"): (13, 13, 13),
     ("fp4", "high"): (27, 23, 23),
     ("int8", "low"): (41, 46, None),
+    ("int8_static", "low"): (36, 46, None),
     ("mxfp4", "low"): (10, 7, 6),
     ("nvfp4", "low"): (15.5, 14, 14),
 }
+
+
+@torch.no_grad()
+def test_a_static_scale_is_calibrated_on_its_first_steps_and_then_stays():
+    module, plain, x, _ = setup(Recipe.named("int8_static", calibrate=2))
+    calls = [x, 2 * x, 8 * x, 0.5 * x]
+    results = [module(call) for call in calls]
+    amax = 2 * x.abs().max()
+    assert module.memory.histories["input"].tolist() == [x.abs().max(), amax]
+    weight = fake_quant(module.weight, "int8", group="tensor")
+    clipped = nn.functional.linear((8 * x * 127 / amax).round().clamp(-127, 127) * amax / 127, weight, plain.bias)
+    torch.testing.assert_close(results[2], clipped, rtol=1e-4, atol=1e-4)
+    assert snr_db(plain(8 * x), results[2]) < 10 < 30 < snr_db(plain(x), results[0])
+    with pytest.raises(TrimtabError, match=r"static scaling .* needs delayed=True"):
+        Cast("int8", "tensor", static=True)
 
 
 def test_every_quantized_path_has_a_row_in_the_noise_table():

@@ -15,7 +15,7 @@ from trimtab.lab.faults import Faults
 from trimtab.linear.linear import SwitchLinear, path_state, switch_linears
 from trimtab.linear.recipes import RECIPES
 
-NAMES = ("saved4", "fp8", "fp8_delayed", "fp8_row", "fp8_block", "fp6", "fp4", "int8", "mxfp4", "nvfp4")
+NAMES = ("saved4", "fp8", "fp8_delayed", "fp8_row", "fp8_block", "fp6", "fp4", "int8", "int8_static", "mxfp4", "nvfp4")
 ROLES = ("output", "grad_input", "grad_weight")
 
 

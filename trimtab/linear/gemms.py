@@ -11,6 +11,7 @@ travels in the `Call`, so a backward always belongs to its forward, whatever the
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +59,9 @@ def backward(
     """The gradients of input, weight and bias where `needs` asks for them, from what the forward kept."""
     need_x, need_w, need_b = needs
     own = engine(call).KEPT
-    with torch.autocast(grad.device.type, enabled=False):
+    device = grad.device.type
+    mixed = device != "meta" and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if mixed else nullcontext():
         g = as_matrix(grad if call.fault is None else call.fault.grad_output(grad))
         call.observe("grad_output", g)
         grad_x, grad_w = engine(call).gradients(call, g, kept[:own], x_shape, need_x, need_w)

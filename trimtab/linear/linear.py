@@ -37,7 +37,6 @@ from trimtab.errors import TrimtabError
 from trimtab.linear.gemms import SwitchedGemms
 from trimtab.linear.opaque import enroll, linear, linear_saving, mark
 from trimtab.linear.paths import Recipe
-from trimtab.linear.real import saves
 from trimtab.linear.state import Call, Ear, Fault, PathState, Watch
 from trimtab.modules import in_backward
 from trimtab.shards import is_dtensor
@@ -64,6 +63,10 @@ class SwitchLinear(nn.Linear):
     _last: Call | None
     number: Tensor
     """How the operator of a compiled region finds this module (`opaque.py`)."""
+    saves: bool
+    """Whether its low path keeps the input in few bits; looked up here, where a compiler can read it."""
+    whole: tuple[bool, bool]
+    """Whether input and output gradient are scaled by the amax of the whole tensor."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TrimtabError("a SwitchLinear is made from an nn.Linear inside a model: use convert_(model, recipe)")
@@ -72,11 +75,27 @@ class SwitchLinear(nn.Linear):
         """Set what an `nn.Linear` lacks; `convert_` calls this right after it has changed the class."""
         self.switch, self.recipe, self.fqn, self.real = switch, recipe, fqn, real
         self.memory, self.fault, self.watch, self._last, self.ears = PathState(recipe), None, None, None, []
-        self.number = enroll(self)
+        self.number, self.saves = enroll(self), recipe.low.saves
+        whole = recipe.low.whole | recipe.high.whole
+        self.whole = "input" in whole, "grad_output" in whole
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
-        for attribute in ("switch", "recipe", "fqn", "real", "memory", "fault", "watch", "ears", "_last", "number"):
+        mine = (
+            "switch",
+            "recipe",
+            "fqn",
+            "real",
+            "memory",
+            "fault",
+            "watch",
+            "ears",
+            "_last",
+            "number",
+            "saves",
+            "whole",
+        )
+        for attribute in mine:
             del self.__dict__[attribute]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -89,10 +108,12 @@ class SwitchLinear(nn.Linear):
                     f"{self.fqn!r} cannot be exported, because its switch is not part of a graph: revert_(model) first"
                 )
             value = mark(x) if self.real else None
-            if self.real and saves(self.recipe.low):
+            if self.real and self.saves:
                 keeps = torch.is_grad_enabled() and weight.requires_grad
-                return linear_saving(x, weight, bias, self.number, value, keeps)[0]
-            return linear(x, weight, bias, self.number, value)[0]
+                return linear_saving(x, weight, bias, self.number, value, keeps)
+            # As part of the graph an amax costs little: the compiler finds it where x is made.
+            amax = x.detach().abs().amax() if self.real and self.whole[0] and x.numel() else None
+            return linear(x, weight, bias, self.number, value, amax, self.real and self.whole[1])
         if is_dtensor(self.weight):
             self._check_cut()
         call = self.begin()

@@ -16,11 +16,13 @@ the inner dimension are (1, 128) for X in `output` and (128, 1) for X in `grad_w
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from trimtab.errors import TrimtabError
 from trimtab.linear.formats import format_of
 from trimtab.linear.hadamard import check_size
+from trimtab.linear.packing import BITS
 from trimtab.linear.quantize import Group, Rounding, check_group, check_rounding
 
 Role = Literal["output", "grad_input", "grad_weight"]
@@ -54,6 +56,8 @@ class Cast:
     history: int = 1024
     margin: int = 0
     """Delayed scaling: leave 2^margin of headroom."""
+    static: bool = False
+    """Delayed scaling: keep the first `history` steps instead of the last, a scale that is calibrated once."""
 
     def __post_init__(self) -> None:
         format_of(self.fmt)
@@ -66,6 +70,8 @@ class Cast:
                 f'delayed scaling keeps one amax per tensor: it needs group="tensor" and scale="amax", '
                 f"got group={self.group!r}, scale={self.scale!r}"
             )
+        if self.static and not self.delayed:
+            raise TrimtabError("static scaling remembers the amax of its first steps: it needs delayed=True")
         if self.history < 1:
             raise TrimtabError(f"history must be at least 1 step, got {self.history}")
         if not 0 < self.range_factor <= 1:
@@ -124,10 +130,32 @@ class Path:
         """Whether no role is quantized."""
         return self.output is None and self.grad_input is None and self.grad_weight is None
 
-    @property
+    @cached_property
     def random(self) -> bool:
         """Whether any role draws random numbers."""
         return any(gemm.random for _, gemm in self.gemms())
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The operands that some role scales by the amax of the whole tensor."""
+        casts = ((name, c) for role, g in self.gemms() for name, c in zip(SIDES[role], (g.left, g.right), strict=True))
+        return frozenset(name for name, c in casts if c is not None and c.group == "tensor" and c.scale == "amax")
+
+    @cached_property
+    def saves(self) -> bool:
+        """Whether it only keeps the input in 4 or 8 bits for backward (and, in one reading, uses it so in forward)."""
+        if self.grad_input is not None or self.grad_weight is None or self.grad_weight.right is None:
+            return False
+        cast = self.grad_weight.right
+        usual = cast.fmt in BITS and cast == Cast(cast.fmt, "token")
+        return usual and self.grad_weight == Gemm(right=cast) and self.output in (None, Gemm(left=cast))
+
+    @cached_property
+    def is_w8a8(self) -> bool:
+        """Whether it multiplies integers in forward, and quantizes nothing in backward but the weight."""
+        token = Cast("int8", "token")
+        inward = self.grad_input is None or self.grad_input == Gemm(right=token)
+        return self.output == Gemm(token, token) and inward and self.grad_weight is None
 
     def gemms(self) -> Iterator[tuple[str, Gemm]]:
         """The quantized roles."""

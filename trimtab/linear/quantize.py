@@ -60,7 +60,7 @@ def check_rounding(rounding: str) -> None:
 
 def as_matrix(x: Tensor) -> Tensor:
     """All leading dimensions as one (tokens, features); spelled out because reshape(-1) fails on empty tensors."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def to_groups(x: Tensor, group: Group) -> tuple[Tensor, tuple[int, ...]]:

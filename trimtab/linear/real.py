@@ -75,9 +75,9 @@ KEPT = 3
 
 def why_not(path: Path, linear: nn.Linear) -> str | None:
     """Why a path of a linear cannot run for real; None if it can."""
-    if path.is_plain or saves(path):
+    if path.is_plain or path.saves:
         return None
-    if not _is_int8(path):
+    if not path.is_w8a8:
         for role, gemm in path.gemms():
             if gemm.hadamard or gemm.result is not None or gemm.left is None or gemm.right is None:
                 return f"{path.name} rotates, rounds its results or quantizes one side only in {role}"
@@ -106,22 +106,6 @@ def _kind(cast: Cast) -> str:
     return "tiled" if tiles.is_tiled(cast) else "tensor" if cast.group == "tensor" else "row"
 
 
-def saves(path: Path) -> bool:
-    """Whether a path only keeps its input in few bits for backward (and, in one reading, uses it so in the forward)."""
-    if path.grad_input is not None or path.grad_weight is None or path.grad_weight.right is None:
-        return False
-    cast = path.grad_weight.right
-    usual = cast.fmt in packing.BITS and cast == Cast(cast.fmt, "token")
-    return usual and path.grad_weight == Gemm(right=cast) and path.output in (None, Gemm(left=cast))
-
-
-def _is_int8(path: Path) -> bool:
-    """Whether a path is W8A8: integers in the forward, and nothing quantized in backward but the weight."""
-    gemm, token = path.output, Cast("int8", "token")
-    inward = path.grad_input is None or path.grad_input == Gemm(right=token)
-    return gemm == Gemm(token, token) and inward and path.grad_weight is None
-
-
 def _lacks(device: torch.device, tiled: bool) -> str | None:
     """Why a device has no FP8 matrix units, or none with a scale per 128 numbers; None if it has."""
     if device.type != "cuda":
@@ -139,7 +123,7 @@ def output(
     kept = keep(call, x, weight, need_x, need_w or call.path.output is not None)
     if call.path.output is None:
         y = nn.functional.linear(x, weight, bias)
-    elif saves(call.path):
+    elif call.path.saves:
         y = nn.functional.linear(_unpacked(call, kept, x.dtype).reshape(x.shape), weight, bias)
     else:
         a, b = _shared(call, "output", x), _cast(call, "output", "weight", weight)
@@ -149,7 +133,7 @@ def output(
 
 def keep(call: Call, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> Kept:
     """What the backward of a forward needs: the tensors themselves, or x in few bits and its scales."""
-    if saves(call.path):
+    if call.path.saves:
         return _packed(call, x, weight) if need_w else (None, weight, None)
     return (x if need_w else None), (weight if need_x else None), None
 
@@ -159,11 +143,11 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight, where they are needed, from that of the output as a matrix."""
     x, weight, _ = kept
-    if saves(call.path):
+    if call.path.saves:
         assert weight is not None
         grad_x = (g @ weight).reshape(x_shape) if need_x else None
         return grad_x, (g.t() @ _unpacked(call, kept, g.dtype) if need_w else None)
-    if _is_int8(call.path):
+    if call.path.is_w8a8:
         operands = (x if x is not None else g.new_empty(0), weight if weight is not None else g.new_empty(0))
         return emulated.gradients(call, g, emulated.keep(call, *operands, need_x, need_w), x_shape, need_x, need_w)
     grad_x = grad_w = None
@@ -193,12 +177,12 @@ def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Side |
         amaxes = (_amax(call, "grad_output", first, g), _amax(call, "grad_output", second, g))
         return tiles.quantize(g, first, second, amaxes)
     if first is not None and first == second:
-        return _quantize(g, first, _amax(call, "grad_output", first, g), (True, True))
+        return _measured(call, "grad_output", first, g, (True, True))
     rows = columns = None
     if first is not None:
-        rows, _ = _quantize(g, first, _amax(call, "grad_output", first, g), (True, False))
+        rows, _ = _measured(call, "grad_output", first, g, (True, False))
     if second is not None:
-        _, columns = _quantize(g, second, _amax(call, "grad_output", second, g), (False, True))
+        _, columns = _measured(call, "grad_output", second, g, (False, True))
     return rows, columns
 
 
@@ -208,9 +192,17 @@ def _cast(call: Call, role: str, operand: str, x: Tensor) -> Side:
     cast = (gemm.left, gemm.right)[SIDES[role].index(operand)]  # type: ignore[arg-type]
     assert cast is not None
     columns = role != "output"
-    found = _quantize(as_matrix(x), cast, _amax(call, operand, cast, x), (not columns, columns))[columns]
+    found = _measured(call, operand, cast, as_matrix(x), (not columns, columns))[columns]
     assert found is not None
     return found
+
+
+def _measured(
+    call: Call, operand: str, cast: Cast, x: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Side | None, Side | None]:
+    """A matrix of a call as operands, by the amax of `_amax`."""
+    given = call.change_amax(operand, cast) is not None
+    return _quantize(x, cast, _amax(call, operand, cast, x), wanted, saturate=given)
 
 
 def _key(operand: str, cast: Cast) -> str:
@@ -234,7 +226,7 @@ def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
         amax = _measure(as_matrix(x), cast)
         if operand != "grad_output":
             call.measured[key] = amax
-    return amax if change is None else change(amax)
+    return amax if change is None else change(amax.float())
 
 
 def _replaced(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
@@ -244,11 +236,12 @@ def _replaced(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
 
 
 def _measure(x: Tensor, cast: Cast) -> Tensor:
-    """`quantize.group_amax` of a matrix in one pass over memory; NaN stays NaN."""
+    """`quantize.group_amax` of a matrix in one pass over memory and in its own type; NaN stays NaN."""
     if x.numel() == 0:
         return group_amax(x, cast.group)
-    dims = {"token": -1, "column": -2}.get(str(cast.group))
-    return torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=dims is not None).float()
+    if cast.group == "tensor":
+        return torch.linalg.vector_norm(x, torch.inf)
+    return torch.linalg.vector_norm(x, torch.inf, dim=-1 if cast.group == "token" else -2, keepdim=True)
 
 
 class _Last(NamedTuple):
@@ -267,7 +260,7 @@ _last: dict[torch.device, _Last] = {}
 
 def _value(call: Call, x: Tensor) -> tuple[int, ...]:
     """Which value a tensor object holds: by its version, or its mark where compiled code writes past the version."""
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0  # pyright: ignore
     return (stream, call.mark) if call.mark is not None else (stream, x._version, x.data_ptr())
 
 
@@ -278,7 +271,7 @@ def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], M
     if x.is_inference() or torch.is_inference_mode_enabled():  # no versions, and nothing that autograd may keep
         return make()
     last, value = _last.get(x.device), _value(call, x)
-    if last is not None and last.cast == cast and last.value == value and (call.mark is not None or last.tensor() is x):
+    if last is not None and last.value == value and last.cast == cast and (call.mark is not None or last.tensor() is x):
         if last.amax is not None:
             call.measured[_key("input", cast)] = last.amax
         if last.columns == columns:
@@ -349,11 +342,14 @@ def _multiply_int(a: Side, b: Side, dtype: torch.dtype, bias: Tensor | None) -> 
     return y if bias is None else y + bias
 
 
-def _quantize(x: Tensor, cast: Cast, amax: Tensor | None, wanted: tuple[bool, bool]) -> tuple[Side | None, Side | None]:
+def _quantize(
+    x: Tensor, cast: Cast, amax: Tensor | None, wanted: tuple[bool, bool], *, saturate: bool = True
+) -> tuple[Side | None, Side | None]:
     """A matrix (rows, columns) as an operand with the columns inside, with the rows inside, or both from one read.
 
     Args:
         amax: one number; or (rows, 1) for the first layout, (1, columns) for the second.
+        saturate: False if that is what x measures, so that nothing lies beyond the scale.
     """
     if tiles.is_tiled(cast):
         first, second = (cast if want else None for want in wanted)
@@ -363,10 +359,11 @@ def _quantize(x: Tensor, cast: Cast, amax: Tensor | None, wanted: tuple[bool, bo
     if x.is_cuda and has_triton():
         from trimtab.linear import kernels
 
-        made = kernels.cast_both(x, fmt, dtype, amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale)
+        options = {"align": ALIGN, "pow2_scale": cast.pow2_scale, "saturate": saturate}
+        made = kernels.cast_both(x, fmt, dtype, amax, wanted, **options)
         rows, columns = (None if one is None else Operand(*one) for one in made)
         return rows, columns
-    scale = amax_scale(amax, fmt, pow2_scale=cast.pow2_scale)
+    scale = amax_scale(amax.float(), fmt, pow2_scale=cast.pow2_scale)
     x = x.float()
     y = torch.where(x.isfinite(), (x / scale).clamp(-fmt.max, fmt.max), torch.nan)  # also of a remembered scale
     y = (y.round() if fmt.is_integer else y).to(dtype)

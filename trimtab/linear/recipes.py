@@ -9,6 +9,7 @@
     fp8_block    E4M3; tiles of 128 along the inner dim, W 128 x 128        plain             DeepSeek-V3, 2412.19437
     fp6, fp4     E3M2 / E2M1 operands and results, per token and row        hybrid FP8        GNMR bench B(ii)
     int8         W8A8 per token and output row; dX through Q(W)             plain             GNMR bench C
+    int8_static  W8A8 per tensor, X by the scale of its first 8 steps       plain             a stress of bench C
     mxfp4        E2M1, groups of 32, Hadamard 32                            plain             Quartet, 2505.14669
     nvfp4        E2M1, blocks of 16, two-level scales                       plain             NVFP4, 2509.25149
 
@@ -114,6 +115,17 @@ def int8() -> Recipe:
     return Recipe(low, Path.plain(), name="int8")
 
 
+def int8_static(*, calibrate: int = 8) -> Recipe:
+    """W8A8 as it was before scales were dynamic: one per tensor, that of X calibrated on the first steps; it hurts."""
+    weight = Cast("int8", "tensor")
+    low = Path(
+        "int8-static",
+        output=Gemm(Cast("int8", "tensor", delayed=True, static=True, history=calibrate), weight),
+        grad_input=Gemm(right=weight),
+    )
+    return Recipe(low, Path.plain(), name="int8_static")
+
+
 def mxfp4() -> Recipe:
     """Quartet: clipped, deterministic forward; unclipped, stochastic backward."""
     forward = Cast("e2m1", (1, 32), scale="std")
@@ -147,7 +159,7 @@ def nvfp4() -> Recipe:
 
 _BUILDERS: dict[str, Callable[..., Recipe]] = {
     builder.__name__: builder
-    for builder in (saved4, fp8, fp8_delayed, fp8_row, fp8_block, fp6, fp4, int8, mxfp4, nvfp4)
+    for builder in (saved4, fp8, fp8_delayed, fp8_row, fp8_block, fp6, fp4, int8, int8_static, mxfp4, nvfp4)
 }
 
 RECIPES: dict[str, Recipe] = {name: builder() for name, builder in _BUILDERS.items()}

@@ -14,6 +14,7 @@ Delayed scaling (Transformer Engine's rule, history 1024, margin 0):
 
 The last clause covers the first step and a gradient that has been exactly zero so far. A non-finite amax is
 not remembered, because it would poison 1024 steps; the values that caused it stay visible in the result.
+A static scale is calibrated on its first `history` steps in the same way and does not move any more.
 The history is fed on the high path too, forward and backward, so that a unit comes back with fresh scales
 (Transformer Engine's calibration mode does this for the forward only). Each process keeps its own history.
 
@@ -91,6 +92,7 @@ class PathState:
         delayed = recipe.high.delayed() | recipe.low.delayed()
         self.histories = {operand: torch.zeros(cast.history) for operand, cast in sorted(delayed.items())}
         self.counts = dict.fromkeys(self.histories, 0)
+        self._static = {operand for operand, cast in delayed.items() if cast.static}
         self.draws = 0
 
     def _history(self, operand: str, device: torch.device) -> Tensor:
@@ -106,8 +108,10 @@ class PathState:
         return torch.where(past > 0, past, current)
 
     def push(self, operand: str, amax: Tensor) -> None:
-        """Remember one amax, in place of the oldest. Nothing waits for the device."""
+        """Remember one amax, in place of the oldest, unless a static scale has all it needs. Nothing waits."""
         history = self._history(operand, amax.device)
+        if operand in self._static and self.counts[operand] >= len(history):
+            return
         history[self.counts[operand] % len(history)] = torch.where(torch.isfinite(amax), amax, torch.zeros_like(amax))
         self.counts[operand] += 1
 
@@ -141,6 +145,11 @@ class PathState:
             self.counts[operand] = int(state_dict[f"{operand}_count"])
 
 
+def whole(operand: str) -> str:
+    """Where `Call.measured` has the amax of a whole operand."""
+    return f"{operand} per tensor"
+
+
 @dataclass(eq=False)
 class Call:
     """One forward with its backward and recompute."""
@@ -157,8 +166,8 @@ class Call:
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     """The delayed amax of each operand as first looked up: a second look, in a recompute, must find the same."""
     measured: dict[str, Tensor] = field(default_factory=dict)
-    """On real kernels: the amax of input and weight as measured in forward, which backward uses again. Not shared with
-    a recompute: that may be of another forward's input."""
+    """On real kernels: the amax of input and weight as measured in forward, which backward uses again, and what
+    compiled code has measured already. Not shared with a recompute: that may be of another forward's input."""
     mark: int | None = None
     """Under torch.compile: which value the input is (see `opaque.mark`)."""
     shadow: "Call | None" = None
@@ -177,7 +186,8 @@ class Call:
         if operand not in self.state.histories or operand in self.amaxes:
             return
         with torch.no_grad():
-            current = group_amax(x, "tensor")
+            given = self.measured.get(whole(operand))
+            current = group_amax(x, "tensor") if given is None else given.float()
             if dtype is not None:
                 current = current.to(dtype).float()
             if x.is_meta:  # shapes only: nothing to look up or remember
