@@ -22,7 +22,7 @@ from common import rounded, save, train_all
 from trimtab.lab.config import Config
 from trimtab.lab.data import Sampler, load_corpus
 from trimtab.lab.optimizers import Update, schedule
-from trimtab.lab.run import build_model
+from trimtab.lab.task import build_model
 from trimtab.optim.spikes import GradSpikes
 
 NEVER = {"reset_every": None}

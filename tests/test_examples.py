@@ -4,6 +4,7 @@
 import runpy
 from pathlib import Path
 
+import pytest
 from comm.ranks import in_ranks
 
 from trimtab.lab.model import Decoder, ModelConfig
@@ -22,6 +23,18 @@ def test_the_plain_loop_trains_and_leaves_a_run_folder(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert run.trace is not None
     assert run.trace.units == ("blocks.0", "blocks.1")
+
+
+def test_the_finetuning_example_learns_through_its_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    main = runpy.run_path(str(EXAMPLES / "finetune.py"))["main"]
+    assert main(12, str(tmp_path / "run"))["steps"] == 12
+    run = read_run(tmp_path / "run")
+    _, losses = run.column("loss")
+    assert losses[-1] < losses[0] - 0.05
+    assert run.trace is not None
+    assert run.trace.units == tuple(f"model.layers.{n}" for n in range(8))
 
 
 def ddp_example(rank: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from trimtab.control.policy import Policy
 from trimtab.lab.config import Config, load_settings
 from trimtab.lab.model import SIZES, Decoder, ModelConfig
 from trimtab.lab.optimizers import OPTIMIZERS, TRANSFORMS, Update
-from trimtab.lab.run import build_model
+from trimtab.lab.task import build_model
 from trimtab.linear.paths import Recipe
 
 ROOT = Path(__file__).parent.parent

@@ -24,7 +24,7 @@ from trimtab.control.replay import replay
 from trimtab.lab.config import Config, load_settings
 from trimtab.report.read import read_trace
 
-VERBS = ("train", "bench", "diagnose", "evaluate", "demo", "report", "replay", "env")
+VERBS = ("train", "finetune", "bench", "diagnose", "quantize", "evaluate", "demo", "report", "replay", "env")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -78,7 +78,7 @@ def test_a_piped_run_prints_plain_lines(run: Path) -> None:
     printed = (run.parent / "printed.txt").read_text()
     assert "\x1b" not in printed
     assert "\r" not in printed
-    assert re.search(r"^train 6/6  loss \d+\.\d+  [\d.]+k tok/s  .* left$", printed, re.M)
+    assert re.search(r"^train 6/6  loss \d+\.\d+  [\d.]+k? tok/s  .* left$", printed, re.M)
     assert re.search(r"^step 6  held-out loss \d+\.\d+ on the high path, \d+\.\d+ on the low path$", printed, re.M)
     assert "alarms per 1,000 steps" in printed
     assert f"next: trimtab report {run}" in printed
@@ -375,6 +375,7 @@ def test_help_replay_report_and_refusals_load_no_torch(run: Path, tmp_path: Path
     calls = [[], ["--help"], *([verb, "--help"] for verb in VERBS)]
     calls += [["replay", str(run), "--set", "alpha=2"], ["report", str(run), "--out", str(tmp_path / "page.html")]]
     calls += [["train", "--set", "stepss=3"], ["env", "--set", "steps=3"], ["demo", "--set", "stepss=3"]]
+    calls += [["finetune", "model", "data", "--set", "lora_r=0"]]
     script = WITHOUT_TORCH.format(calls=calls)
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -385,5 +386,5 @@ def test_help_replay_report_and_refusals_load_no_torch(run: Path, tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     codes = re.findall(r"^code (\w+)$", done.stdout, re.M)
-    assert codes == ["2", *["0"] * 9, "None", "None", "2", "None", "2"]
+    assert codes == ["2", *["0"] * (1 + len(VERBS)), "None", "None", "2", "None", "2", "2"]
     assert "--resume" in done.stdout

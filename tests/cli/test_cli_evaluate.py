@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trimtab evaluate`: a table that agrees with the library, JSON that agrees with the table, one line for bad input."""
+"""`trimtab evaluate`: tables that agree with the library, JSON that agrees with them, one line for bad input."""
 
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trimtab.lab.downstream import compare, evaluate_model, read_results
+from trimtab.lab.downstream.measures import MEASURES
+from trimtab.lab.downstream.tasks import COMMONSENSE
 from trimtab.lab.evaluate import evaluate_run
+from trimtab.lab.finetune import finetune
 
 
 @pytest.fixture(name="run", scope="module")
@@ -96,3 +101,104 @@ def test_a_run_without_a_checkpoint_says_what_to_do(evaluate: Any, run: Path, tm
     assert warning.startswith("warning: ")
     assert "step_000002.pt cannot be read" in warning
     refused(answer._replace(err=f"{error}\n"), "none of the 1 checkpoints", "restore one", "--force")
+
+
+def tasks_of(text: str) -> dict[tuple[str, str], list[str]]:
+    """(task, measure) -> the row's other cells; a task is named in its first row only."""
+    found, task = {}, ""
+    for cells in (line.split() for line in text.splitlines()):
+        known = [at for at, cell in enumerate(cells) if cell in MEASURES or cell == "average"]
+        if known and cells[0] != "commonsense":
+            task = cells[0] if known[0] else task
+            found[task, cells[known[0]]] = cells[known[0] + 1 :]
+    return found
+
+
+def test_tasks_are_shown_as_the_library_finds_them(
+    evaluate: Any, tiny_llama: Path, downstream_data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    asked = (tiny_llama, "--tasks", "commonsense,gsm8k", "--data", downstream_data, "--device", "cpu")
+    answer = evaluate(*asked, "--out", out)
+    assert (answer.code, answer.err) == (0, "")
+    assert not set("│┃━") & set(answer.out)
+    names = [*COMMONSENSE, "gsm8k"]
+    expected = evaluate_model(tiny_llama, names, downstream_data, device="cpu")
+    shown = tasks_of(answer.out)
+    for name in names:
+        for measure, score in expected["tasks"][name]["scores"].items():
+            assert shown[name, measure][0] == f"{score['value']:.4f}"
+    assert f"commonsense average {expected['commonsense']['average']:.4f} of piqa acc_norm" in answer.out
+    assert "HellaSwag is not among them" in answer.out
+    kept = read_results(out)
+    assert {name: task["items"] for name, task in kept["tasks"].items()} == {
+        name: task["items"] for name, task in expected["tasks"].items()
+    }
+    printed = json.loads(evaluate(*asked, "--out", out, "--json").out)
+    assert printed == kept | {
+        "tasks": {k: {n: x for n, x in v.items() if n != "items"} for k, v in kept["tasks"].items()}
+    }
+
+
+def test_an_arm_is_compared_with_another(
+    evaluate: Any, tiny_llama: Path, downstream_data: Path, tmp_path: Path
+) -> None:
+    out, asked = tmp_path / "out.json", (tiny_llama, "--tasks", "piqa", "--data", downstream_data, "--device", "cpu")
+    evaluate(*asked, "--out", out)
+    low = evaluate(*asked, "--recipe", "int8", "--against", out)
+    assert (low.code, low.err) == (0, "")
+    ours = evaluate_model(tiny_llama, ["piqa"], downstream_data, recipe="int8", device="cpu")
+    text = low.out[low.out.index("against tiny-llama") :]
+    for one in compare(ours, read_results(out)):
+        cells = tasks_of(text)["piqa", one.measure]
+        assert cells[:3] == [f"{one.ours:.4f}", f"{one.theirs:.4f}", f"{one.mean:+.4g}"]
+    assert text.count("no conclusion: fewer than 30 items") == 4
+    printed = json.loads(evaluate(*asked, "--recipe", "int8", "--path", "high", "--against", out, "--json").out)
+    assert [row["mean"] for row in printed["against"]] == [0, 0, 0, 0]
+    look = evaluate(*asked, "--limit", "2")
+    assert "2 of 4" in look.out
+    assert "a quick look: no conclusion without whole sets" in look.out
+
+
+def test_bad_input_of_tasks_gets_one_line(
+    evaluate: Any, run: Path, tiny_llama: Path, downstream_data: Path, tmp_path: Path
+) -> None:
+    def asked(*options: object, tasks: str = "piqa", model: object = tiny_llama, data: object = downstream_data) -> Any:
+        return evaluate(model, "--tasks", tasks, "--data", data, "--device", "cpu", *options)
+
+    refused(asked(tasks="hellaswag"), "there is no task 'hellaswag'", "choose from gsm8k")
+    refused(asked(data=tmp_path), "is expected at", str(tmp_path / "tasks" / "piqa.jsonl"))
+    refused(evaluate(tiny_llama, "--tasks", "piqa"), "name their folder with --data")
+    refused(evaluate(run, "--limit", "3", "--out", "x.json"), "--limit, --out need --tasks")
+    refused(asked("--batches", "2"), "--limit limits the items")
+    refused(asked("--bits", "4-4-16", "--bits", "4-4-4"), "give one --bits")
+    refused(asked("--path", "middle"), "--path must be low or high, got 'middle'")
+    refused(asked("--path", "high"), "name it with --recipe")
+    refused(asked("--recipe", "int9"), "int9")
+    refused(asked(model=tmp_path / "none"), "nothing is downloaded")
+    refused(asked(model=run), "is a run of trimtab train", "leave --tasks out")
+    refused(asked("--against", tmp_path / "none.json"), "cannot be read")
+    bare = shutil.copytree(tiny_llama, tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "*.jinja"))
+    refused(asked(model=bare), "tokenizer")
+    out = tmp_path / "out.json"
+    assert asked("--out", out, "--limit", "2").code == 0
+    refused(asked("--against", out), "piqa has 4 of 4 here and 2 of 4 there", "the same --data, --limit and --shots")
+    refused(asked("--out", out), "holds results of other settings", "--force")
+    assert asked("--out", out, "--force").code == 0
+
+
+def test_a_fine_tuned_run_is_asked_and_not_measured_on_text(
+    evaluate: Any, tiny_llama: Path, downstream_data: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    run = tmp_path / "run"
+    examples = downstream_data / "gsm8k" / "train.jsonl"
+    settings = {"model": str(tiny_llama), "data": str(examples), "steps": 2, "batch": 1, "lr": 0.1, "device": "cpu"}
+    finetune({**settings, "holdout": 0.5, "checkpoint_every": 0}, run)
+    refused(evaluate(run), "is a run of trimtab finetune", "--tasks gsm8k --chat")
+    asked = ("--tasks", "gsm8k", "--data", downstream_data, "--chat", "--device", "cpu", "--json")
+    tuned, plain = (json.loads(evaluate(model, *asked).out) for model in (run, tiny_llama))
+    adapter = evaluate_model(tiny_llama, ["gsm8k"], downstream_data, adapter=run / "adapter", chat=True, device="cpu")
+    assert tuned["tasks"]["gsm8k"]["scores"] == adapter["tasks"]["gsm8k"]["scores"]
+    assert tuned["about"]["weights"] == adapter["about"]["weights"] != plain["about"]["weights"]
+    assert tuned["tasks"]["gsm8k"]["scores"] != plain["tasks"]["gsm8k"]["scores"]

@@ -125,11 +125,11 @@ def test_other_text_is_refused(tmp_path: Path, text: Path, small: dict[str, Any]
 
 def test_check_model_names_what_differs() -> None:
     model = nn.Linear(3, 2, bias=False)
-    checkpoint.check_model(model, model.state_dict(), Path("a.pt"))
+    checkpoint.check_model(model.state_dict(), model.state_dict(), Path("a.pt"))
     with pytest.raises(TrimtabError, match=r"a\.pt is of another model: weight is \(2, 4\) there and \(2, 3\) here"):
-        checkpoint.check_model(model, nn.Linear(4, 2, bias=False).state_dict(), Path("a.pt"))
+        checkpoint.check_model(model.state_dict(), nn.Linear(4, 2, bias=False).state_dict(), Path("a.pt"))
     with pytest.raises(TrimtabError, match=r"bias is \(2,\) there and absent here"):
-        checkpoint.check_model(model, nn.Linear(3, 2).state_dict(), Path("a.pt"))
+        checkpoint.check_model(model.state_dict(), nn.Linear(3, 2).state_dict(), Path("a.pt"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -34,7 +34,7 @@ def build(exhibit: Exhibit, text: Path, *, broken: bool, **changes: Any) -> Run:
 
 def gradients(run: Run) -> dict[str, torch.Tensor]:
     """Of one backward on the low path, by name; the loss must be finite."""
-    inputs, targets = run.sampler.batch_at(1)
+    inputs, targets = run.task.batch_at(1)
     with running(run.model, run.config.path):
         loss = run.model(inputs, targets).loss
         assert torch.isfinite(loss)

@@ -355,7 +355,7 @@ def test_an_evaluation_is_the_mean_over_the_held_out_text(tmp_path: Path, small:
 
     keep = Keep()
     train({**small, "eval_batches": 99, "recipe": "none", "mode": "observe"}, tmp_path / "run", watcher=keep)
-    held_out = torch.from_numpy(keep.run.corpus.held_out.astype(np.int64))
+    held_out = torch.from_numpy(keep.run.task.corpus.held_out.astype(np.int64))
     windows = (len(held_out) - 1) // 16
     inputs, targets = (held_out[at : at + windows * 16].view(windows, 16) for at in (0, 1))
     with torch.no_grad():
@@ -438,7 +438,7 @@ def test_accumulation_is_the_mean_over_the_micro_batches(small: dict[str, Any]) 
     total = 0.0
     for micro in (0, 1):
         run.update.zero_grad()
-        part = run.model(*run.sampler.batch_at(3, micro)).loss
+        part = run.model(*run.task.batch_at(3, micro)).loss
         part.backward()
         total += part.item() / 2
         expected += run.model.head.weight.grad / 2

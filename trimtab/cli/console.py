@@ -9,6 +9,7 @@ switch only where it was asked for, because on a noisy run that is a line per st
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from trimtab.control.values import Event
     from trimtab.lab.run import Run, StepInfo
+    from trimtab.lab.train import Result
 
 NOTABLE = ("nonfinite", "rerun", "persistent", "budget_full")
 LINE_SECONDS = 5.0
@@ -58,6 +60,8 @@ class Display:
     def started(self, run: "Run") -> None:
         """Show where the run begins."""
         self._steps = run.last_step
+        for note in run.task.notes():
+            self.line(note)
         if run.step:
             self.line(f"resuming at step {run.step}")
         if self._bar is not None:
@@ -70,7 +74,8 @@ class Display:
         self._loss = info.loss if self._loss is None else 0.9 * self._loss + 0.1 * info.loss
         high = info.plan.high
         who = f"high: {', '.join(high[:2])}{f' +{len(high) - 2}' if len(high) > 2 else ''}" if high else "all low"
-        note = f"loss {self._loss:.3f}  {info.tokens_per_s / 1000:.1f}k tok/s  {who}"
+        speed = f"{info.tokens_per_s / 1000:.1f}k" if info.tokens_per_s >= 1000 else f"{info.tokens_per_s:.0f}"
+        note = f"loss {self._loss:.3f}  {speed} tok/s  {who}"
         if self._bar is not None:
             self._bar.update(self._task, completed=info.step, note=escape(note))
         elif time.monotonic() >= self._due or info.step == self._steps:
@@ -94,6 +99,21 @@ class Display:
         console.print(escape(text))
         if not console.is_terminal:
             sys.stdout.flush()
+
+
+def show_result(result: "Result", out: Path) -> None:
+    """Say how a run ended, and what to do next."""
+    if result.finished_before:
+        console.print(f"{out} is finished: {result.steps} steps; --set steps=N with a larger N goes on")
+        return
+    console.print(f"{result.steps} steps, loss {result.loss:.4f}")
+    if result.summary:
+        s = result.summary
+        console.print(
+            f"{s['false_alarms_per_1k']:.1f} alarms per 1,000 steps, {s['promotion_ratio']:.2%} of unit-steps high, "
+            f"budget full on {s['hit_maxO']:.1%} of steps, {s['denied']:.0f} denied, {s['nonfinite']:.0f} non-finite"
+        )
+    console.print(f"next: trimtab report {out}   trimtab replay {out} --set alpha=2")
 
 
 def _clock(seconds: float) -> str:

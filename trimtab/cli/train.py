@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab train`: train a small LLaMA-style model in low precision under control."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +28,7 @@ def run(
     `trimtab env --set ...` prints them all. On several GPUs or processes:
     `torchrun --nproc-per-node 2 -m trimtab train --set parallel=ddp` (or `fsdp2`).
     """
-    from trimtab.cli.console import Display, console
+    from trimtab.cli.console import Display, show_result
     from trimtab.cli.ranks import is_quiet
     from trimtab.errors import TrimtabError
     from trimtab.lab.config import Config, load_settings
@@ -49,14 +48,4 @@ def run(
         return
     with Display(switches=verbose) as display:
         result = train(settings, out, resume=resume, force=force, watcher=display)
-    if result.finished_before:
-        console.print(f"{out} is finished: {result.steps} steps; --set steps=N with a larger N goes on")
-        sys.exit(0)
-    console.print(f"{result.steps} steps, loss {result.loss:.4f}")
-    if result.summary:
-        s = result.summary
-        console.print(
-            f"{s['false_alarms_per_1k']:.1f} alarms per 1,000 steps, {s['promotion_ratio']:.2%} of unit-steps high, "
-            f"budget full on {s['hit_maxO']:.1%} of steps, {s['denied']:.0f} denied, {s['nonfinite']:.0f} non-finite"
-        )
-    console.print(f"next: trimtab report {out}   trimtab replay {out} --set alpha=2")
+    show_result(result, out)

@@ -105,9 +105,9 @@ def is_finite(model: nn.Module) -> bool:
     return not norms or bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
 
 
-def check_model(model: nn.Module, state: Mapping[str, Any], path: Path) -> None:
+def check_model(weights: Mapping[str, Tensor], state: Mapping[str, Any], path: Path) -> None:
     """Say in one line where a checkpoint's weights are another model's."""
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    ours = {name: tuple(value.shape) for name, value in weights.items()}
     theirs = {name: tuple(value.shape) for name, value in state.items()}
     for name in sorted(set(ours) | set(theirs)):
         if ours.get(name) != theirs.get(name):

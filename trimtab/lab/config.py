@@ -11,10 +11,10 @@ them, and as plain text where that fails, so `recipe=fp8` needs no quotes. Some 
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trimtab.checks import is_number, is_whole, meant, require
 from trimtab.control.detectors import detector_of
@@ -33,6 +33,31 @@ CHOICES = {
     "guard": ("none", "skip_step", "clip_flagged"),
     "parallel": ("none", "ddp", "fsdp2"),
 }
+KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("a whole number of at least 0", is_whole, ("eval_every", "checkpoint_every", "seed", "num_experts", "threads")),
+    (
+        "a whole number of at least 1",
+        lambda value: is_whole(value, 1),
+        ("steps", "batch", "accumulate", "split", "eval_batches", "top_k", "lora_r"),
+    ),
+    (
+        "a whole number of at least 1, or none",
+        lambda value: value is None or is_whole(value, 1),
+        ("seq", "kv_heads", "lr_warmup"),
+    ),
+    (
+        "text, not empty",
+        lambda value: isinstance(value, str) and value.strip() != "",
+        ("model", "data", "recipe", "optimizer", "transform", "detector", "device"),
+    ),
+    (
+        "text, or none",
+        lambda value: value is None or isinstance(value, str),
+        ("roles", "tokenizer", "bad_data", "random_like"),
+    ),
+    ("true or false", lambda value: isinstance(value, bool), ("checkpointing", "embproj", "full")),
+)
+"""What a setting must be, and which ones."""
 TABLES = {
     "policy": "alpha=2",
     "recipe_options": "scope=forward",
@@ -47,25 +72,11 @@ SHIPPED = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of one training run."""
+class Settings:
+    """What every run has, whatever it trains; `Config` and `FinetuneConfig` add their model and data."""
 
-    model: str = "micro"
-    """Size of the decoder: micro, tiny, 60m, 130m, 350m, 1b, osp-1.4b."""
-    kv_heads: int | None = None
-    """Key and value heads, fewer than heads for grouped queries; None means as many."""
-    num_experts: int = 0
-    """Experts per layer; 0 is a dense model."""
-    top_k: int = 2
-    """Experts per token."""
-    norm: str = "rmsnorm"
-    """`rmsnorm`, or `ssnorm`: one gain for all features instead of one each (OSP)."""
-    embproj: bool = False
-    """A square matrix after the embedding and one before the head, to keep their outliers apart (OSP)."""
-    data: str = "stdlib"
-    """`stdlib` (the text of Python's own library), or a file, folder or .jsonl of text."""
-    tokenizer: str | None = None
-    """A `tokenizers` JSON file; None means bytes."""
+    model: str
+    data: str
     recipe: str = "fp8"
     """What low and high mean; `none` leaves the linears as they are."""
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
@@ -132,8 +143,6 @@ class Config:
     """Steps between checkpoints; 0 writes one at the end only."""
     faults: Any = ""
     """Fault windows, such as `blocks.1.mlp.down:grad_scale:start=200,width=20,size=64`; several with `;`."""
-    bad_data: str | None = None
-    """Steps whose batches are random tokens, such as `start=200,width=20`; several with `;`."""
     seed: int = 0
     parallel: str = "none"
     """How several ranks share the run (`torchrun -m trimtab train`): `ddp`, or `fsdp2`, which cuts the parameters."""
@@ -144,19 +153,13 @@ class Config:
     """Settings of `trimtab.Policy`, and `preset`."""
 
     def __post_init__(self) -> None:
-        for name, valid in CHOICES.items():
+        own = [f.name for f in dataclasses.fields(self)]
+        for name in (name for name in own if name in CHOICES):
+            valid = CHOICES[name]
             require(getattr(self, name) in valid, f"{name} must be one of {', '.join(valid)}", getattr(self, name))
-        for name in ("steps", "batch", "accumulate", "split", "eval_batches", "top_k"):
-            require(
-                is_whole(getattr(self, name), 1), f"{name} must be a whole number of at least 1", getattr(self, name)
-            )
-        for name in ("eval_every", "checkpoint_every", "seed", "num_experts", "threads"):
-            require(
-                is_whole(getattr(self, name), 0), f"{name} must be a whole number of at least 0", getattr(self, name)
-            )
-        for name in ("seq", "kv_heads", "lr_warmup"):
-            value = getattr(self, name)
-            require(value is None or is_whole(value, 1), f"{name} must be a whole number of at least 1, or none", value)
+        for rule, holds, names in KINDS:
+            for name in (name for name in names if name in own):
+                require(holds(getattr(self, name)), f"{name} must be {rule}", getattr(self, name))
         require(is_number(self.lr) and self.lr > 0, "lr must be a positive number", self.lr)
         require(
             is_number(self.weight_decay) and self.weight_decay >= 0,
@@ -168,14 +171,6 @@ class Config:
         )
         require(self.batch % self.split == 0, f"split must divide the batch of {self.batch}", self.split)
         require(self.seed < 2**64, "seed must lie below 2^64", self.seed)
-        for name in ("model", "data", "recipe", "optimizer", "transform", "detector", "device"):
-            value = getattr(self, name)
-            require(isinstance(value, str) and value.strip() != "", f"{name} must be text, not empty", value)
-        for name in ("roles", "tokenizer", "bad_data"):
-            value = getattr(self, name)
-            require(value is None or isinstance(value, str), f"{name} must be text, or none", value)
-        for name in ("checkpointing", "embproj"):
-            require(isinstance(getattr(self, name), bool), f"{name} must be true or false", getattr(self, name))
         patterns = isinstance(self.unit, list | tuple) and all(isinstance(p, str) for p in self.unit)
         require(isinstance(self.unit, str) or patterns, "unit must be a name or a list of patterns", self.unit)
         many = isinstance(self.fixed_high, list | tuple) and all(isinstance(p, str) for p in self.fixed_high)
@@ -223,12 +218,12 @@ class Config:
         """All settings as plain values."""
         return dataclasses.asdict(self) | {name: dict(getattr(self, name)) for name in TABLES}
 
-    def replace(self, **changes: Any) -> "Config":
+    def replace(self, **changes: Any) -> Self:
         """A copy with some settings changed."""
-        return Config.from_dict(self.to_dict() | changes)
+        return self.from_dict(self.to_dict() | changes)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build settings from plain values; an unknown key raises and names the nearest."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
@@ -238,6 +233,30 @@ class Config:
         for name in TABLES:
             _table(values, name)
         return cls(**{**values, **words})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """Settings of one run of `trimtab train`."""
+
+    model: str = "micro"
+    """Size of the decoder: micro, tiny, 60m, 130m, 350m, 1b, osp-1.4b."""
+    kv_heads: int | None = None
+    """Key and value heads, fewer than heads for grouped queries; None means as many."""
+    num_experts: int = 0
+    """Experts per layer; 0 is a dense model."""
+    top_k: int = 2
+    """Experts per token."""
+    norm: str = "rmsnorm"
+    """`rmsnorm`, or `ssnorm`: one gain for all features instead of one each (OSP)."""
+    embproj: bool = False
+    """A square matrix after the embedding and one before the head, to keep their outliers apart (OSP)."""
+    data: str = "stdlib"
+    """`stdlib` (the text of Python's own library), or a file, folder or .jsonl of text."""
+    tokenizer: str | None = None
+    """A `tokenizers` JSON file; None means bytes."""
+    bad_data: str | None = None
+    """Steps whose batches are random tokens, such as `start=200,width=20`; several with `;`."""
 
 
 def load_settings(config: str | Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
 from trimtab.lab.data import eval_batches, load_corpus
 from trimtab.lab.model import Decoder
-from trimtab.lab.run import build_model
+from trimtab.lab.task import build_model
 from trimtab.nn.kurtosis import KurtosisProbe
 from trimtab.retrain.rounding import KEEP, check_bits
 from trimtab.retrain.rtn import rtn_
@@ -177,6 +177,10 @@ def evaluate_run(
     wanted = [parse_bits(one) if isinstance(one, str) else one for one in bits]
     folder = Path(folder)
     path, state = _last_checkpoint(folder)
+    if "lora_r" in state["config"]:
+        raise TrimtabError(
+            f"{folder} is a run of trimtab finetune: ask it questions, --tasks gsm8k --chat --data FOLDER"
+        )
     config = Config.from_dict(state["config"])
     try:
         corpus = load_corpus(config.data if data is None else data, tokenizer=config.tokenizer)
@@ -212,7 +216,7 @@ def evaluate_run(
 def load_model(config: Config, vocab_size: int, path: Path, state: dict[str, Any]) -> Decoder:
     """The decoder of a checkpoint, unconverted, on the CPU."""
     model = build_model(config, vocab_size)
-    checkpoint.check_model(model, state["model"], path)
+    checkpoint.check_model(model.state_dict(), state["model"], path)
     model.load_state_dict(checkpoint.weights(path, state))
     return model.eval()
 
@@ -220,7 +224,8 @@ def load_model(config: Config, vocab_size: int, path: Path, state: dict[str, Any
 def _last_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not (folder / RUN).is_file():
         raise TrimtabError(
-            f"an evaluation needs a run folder, and there is no {folder / RUN}: give one of trimtab train"
+            f"an evaluation needs a run folder, and there is no {folder / RUN}: give one of trimtab train, or "
+            "--tasks for a pretrained model"
         )
     try:
         found = checkpoint.latest(folder / CHECKPOINTS)

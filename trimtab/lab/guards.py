@@ -21,7 +21,7 @@ from torch import nn
 from trimtab.control.advance import Verdict
 from trimtab.control.units import Unit
 from trimtab.control.values import Bools
-from trimtab.lab.config import Config
+from trimtab.lab.config import Settings
 from trimtab.lab.optimizers import checked_options
 from trimtab.optim.skipping import SkipStep
 
@@ -86,7 +86,7 @@ class ClipFlagged:
         """Nothing to take back."""
 
 
-def build_guard(model: nn.Module, config: Config, units: tuple[Unit, ...]) -> Guard | None:
+def build_guard(model: nn.Module, config: Settings, units: tuple[Unit, ...]) -> Guard | None:
     """The guard that settings name."""
     if config.guard == "skip_step":
         return Skipping(model, checked_options("guard_options", SkipStep, config.guard_options))

@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from trimtab.checks import meant
 from trimtab.errors import TrimtabError
-from trimtab.lab.config import Config
+from trimtab.lab.config import Settings
 from trimtab.optim.clipping import AdaGC, AutoClip, ZClip
 from trimtab.optim.groups import osp_optimizers, spam_groups
 from trimtab.optim.spam import SPAM
@@ -78,7 +78,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., list[Optimizer]], Callable[..., Any]]]
 """Each name with its builder, and with what its options are those of."""
 
 
-def schedule(step: int, config: Config) -> float:
+def schedule(step: int, config: Settings) -> float:
     """Share of the peak learning rate in a step; a run that goes on past `config.steps` keeps the last one.
 
     warm-up      step / W                                        W = lr_warmup, or a tenth of the steps
@@ -97,7 +97,7 @@ def schedule(step: int, config: Config) -> float:
 class Update:
     """What turns a run's gradients into new weights: a transform, if any, and its optimizers."""
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    def __init__(self, model: nn.Module, config: Settings) -> None:
         if config.optimizer not in OPTIMIZERS:
             raise TrimtabError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {config.optimizer!r}")
         build, signature = OPTIMIZERS[config.optimizer]
@@ -174,7 +174,7 @@ class Update:
             self.transform.load_state_dict(state_dict["transform"])
 
 
-def _transform(model: nn.Module, config: Config) -> Transform | None:
+def _transform(model: nn.Module, config: Settings) -> Transform | None:
     name, options = config.transform, dict(config.transform_options)
     if config.optimizer == "stable_spam":
         if name not in ("none", "stabilizer"):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trimtab.errors import TrimtabError
-from trimtab.lab.config import Config
+from trimtab.lab.config import Config, Settings
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def launched() -> World:
     return World(rank, size)
 
 
-def check(config: Config, world: World) -> None:
+def check(config: Settings, world: World) -> None:
     """Refuse what several ranks cannot do, or not alike."""
     if world.size == 1:
         return
@@ -135,10 +135,10 @@ def check(config: Config, world: World) -> None:
         )
     if config.selection == "oracle":
         raise TrimtabError("the oracle measures on one rank, got selection=oracle on several: set parallel=none")
-    if config.parallel == "fsdp2" and config.num_experts:
+    if config.parallel == "fsdp2" and _experts(config):
         raise TrimtabError(
             f"fsdp2 reduces a gradient that every rank has, and an expert may get no token on some, got "
-            f"num_experts={config.num_experts}: set parallel=ddp"
+            f"num_experts={_experts(config)}: set parallel=ddp"
         )
     if config.device.startswith("cuda:"):
         raise TrimtabError(f"each rank takes a GPU of its own, got device={config.device}: set device=cuda")
@@ -157,7 +157,7 @@ def local_device(name: str, world: World) -> str:
     return f"cuda:{number}"
 
 
-def wrap(model: nn.Module, config: Config, world: World) -> nn.Module:
+def wrap(model: nn.Module, config: Settings, world: World) -> nn.Module:
     """What to call instead of the model so that gradients are shared: a wrapper, or the model cut into pieces."""
     if world.size == 1 or config.parallel == "none":
         return model
@@ -165,7 +165,7 @@ def wrap(model: nn.Module, config: Config, world: World) -> nn.Module:
         # Buffers are constants: nobody need send them around. Some experts get no token on some ranks.
         constant = [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constant)
-        return DistributedDataParallel(model, find_unused_parameters=config.num_experts > 0)
+        return DistributedDataParallel(model, find_unused_parameters=_experts(config) > 0)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -177,6 +177,10 @@ def wrap(model: nn.Module, config: Config, world: World) -> nn.Module:
         fully_shard(block, reshard_after_forward=True, **options)
     fully_shard(model, reshard_after_forward=True, **options)
     return model
+
+
+def _experts(config: Settings) -> int:
+    return config.num_experts if isinstance(config, Config) else 0
 
 
 def syncing(net: nn.Module, *, last: bool) -> AbstractContextManager[Any]:

@@ -10,12 +10,13 @@ It then moves the end and nothing else: learning rate and warm-up follow the len
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab.control.record import RUN
 from trimtab.errors import TrimtabError
-from trimtab.lab.config import TABLES, Config
+from trimtab.lab.config import TABLES, Config, Settings
 
+S = TypeVar("S", bound=Settings)
 DERIVED = ("corpus", "hardware", "saved")
 """What run.json keeps beside the settings; they follow from them."""
 
@@ -32,16 +33,18 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
     return {key: value for key, value in config.items() if key not in DERIVED}
 
 
-def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], steps: int | None) -> tuple[Config, int]:
+def merge_settings(
+    stored: Mapping[str, Any] | None, given: Mapping[str, Any], steps: int | None, kind: type[S] = Config
+) -> tuple[S, int]:
     """The settings to run with, and the step to run to.
 
     A resumed run keeps its stored settings, its `steps` included, which fix the learning rate and the warm-up; a
     larger `steps` only moves the end.
     """
     if stored is None:
-        wanted = Config.from_dict(given)
+        wanted = kind.from_dict(given)
         return wanted, wanted.steps
-    config = Config.from_dict(stored)
+    config = kind.from_dict(stored)
     tables = {name: given[name] for name in TABLES if name in given}
     merged = {
         name: {**getattr(config, name), **table} if isinstance(table, Mapping) else table
@@ -58,7 +61,7 @@ def merge_settings(stored: Mapping[str, Any] | None, given: Mapping[str, Any], s
     return config.replace(parallel=wanted.parallel), max(steps, wanted.steps)
 
 
-def comparable(config: Config) -> dict[str, Any]:
+def comparable(config: Settings) -> dict[str, Any]:
     """Settings that a resumed run must share, the policy written out; faults need the model (`Run.check_faults`)."""
     apart = ("steps", "faults", "policy", "parallel")
     settings = {key: value for key, value in config.to_dict().items() if key not in apart}

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.control import act
 from trimtab.control.act import running
@@ -38,21 +38,25 @@ from trimtab.control.units import find_units
 from trimtab.control.values import Event, Plan
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab import checkpoint, parallel
-from trimtab.lab.config import Config
-from trimtab.lab.data import eval_batches, load_corpus
+from trimtab.lab.config import Settings
 from trimtab.lab.faults import Faults, Windows, parse_faults
 from trimtab.lab.guards import ClipFlagged, build_guard
 from trimtab.lab.memories import Memories
-from trimtab.lab.model import Decoder, ModelConfig
-from trimtab.lab.noise import Spoiled, parse_bad_data
 from trimtab.lab.optimizers import Update, schedule
 from trimtab.lab.parallel import Unwritten, World
 from trimtab.lab.resume import changed, comparable
 from trimtab.lab.seats import Oracle, build_selection
+from trimtab.lab.task import IGNORED, Pretraining, Task
 from trimtab.linear.account import describe_saved
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, path_state
 from trimtab.linear.paths import Recipe
+
+OTHER = {
+    "data": ("other text", "give the same data; the standard library's text differs between Python versions"),
+    "base": ("another base model", "give the model it was started with"),
+}
+"""What differs where a checkpoint's identity does, and the remedy."""
 
 
 class StepInfo(NamedTuple):
@@ -104,29 +108,30 @@ class Run:
 
     Args:
         world: the ranks that share the run; each builds its own, at the same time.
+        task: what makes the model and the data from the settings.
     """
 
     recorder: Recorder | Unwritten
 
     def __init__(
-        self, config: Config, watcher: Watcher, selection: Selection | None = None, world: World | None = None
+        self,
+        config: Settings,
+        watcher: Watcher,
+        selection: Selection | None = None,
+        world: World | None = None,
+        task: type[Task] = Pretraining,
     ) -> None:
         self.config, self.watcher = config, watcher
         self.world = World() if world is None else world
         parallel.check(config, self.world)
-        self.corpus = load_corpus(config.data, tokenizer=config.tokenizer)
         self.device = _device(parallel.local_device(config.device, self.world))
         if config.threads or config.model == "micro":
             torch.set_num_threads(config.threads or 1)
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.corpus.vocab_size).to(self.device)
+        self.task = task(config)
+        self.model = self.task.model.to(self.device)
         self.report = None if config.recipe == "none" else _convert(self.model, config)
         self.net = parallel.wrap(self.model, config, self.world)
-        self.seq = self.model.config.max_seq
-        shape: dict[str, Any] = {"batch": config.batch, "seq": self.seq, "seed": config.seed}
-        bad = parse_bad_data(config.bad_data)
-        self.sampler = Spoiled(self.corpus.train, **shape, vocab_size=self.corpus.vocab_size, bad=bad)
-        eval_batches(self.corpus.held_out, batch=config.batch, seq=self.seq)  # too short a text is refused here
         self.update = Update(self.model, config)
         self.faults = self._bind(config.faults)
         alone = self.world.size == 1
@@ -139,7 +144,7 @@ class Run:
             selection = self.guard
         self.selection = build_selection(config, units, selection, self._norms)
         self.step, self.last_step = 0, config.steps
-        self.tokens_per_step = config.batch * config.accumulate * self.seq
+        self.tokens_per_step = self.task.tokens_per_step
         self.controller = self._control(None)  # refuses what it cannot control before a folder is touched
 
     def _bind(self, windows: Windows) -> Faults | None:
@@ -148,13 +153,12 @@ class Run:
     def describe(self) -> dict[str, Any]:
         """What run.json keeps: the settings, each fault window written out, and what identifies the text."""
         windows = () if self.faults is None else self.faults.windows
-        corpus = {name: getattr(self.corpus, name) for name in ("name", "sha256", "num_bytes", "vocab_size")}
-        described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": corpus}
+        described = self.config.to_dict() | {"faults": [w.to_dict() for w in windows], "corpus": self.task.describe()}
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         described["hardware"] = {"device": str(self.device), "name": name, "threads": torch.get_num_threads()}
         described["hardware"]["ranks"] = self.world.size
         if self.report is not None:
-            batch = self.sampler.batch_at(0)[0].to(self.device)
+            batch = self.task.batch_at(0)[0].to(self.device)
             described["saved"] = describe_saved(self.model, lambda: self.model(batch))
         return described
 
@@ -217,26 +221,32 @@ class Run:
             self.controller.clip_grad_norm_(max_norm)
 
     def _backward(self) -> float:
-        """Accumulate the gradient of the mean loss over the micro-batches and the ranks; returns that loss."""
+        """Accumulate the gradient of the mean loss over all micro-batches' targets and the ranks; returns that loss."""
         total = torch.zeros((), device=self.device)
-        batches = self._batches()
-        for number, (inputs, targets) in enumerate(batches):
+        batches = self._parts()
+        self.tokens_per_step = self.world.size * sum(inputs.numel() for inputs, _ in batches)
+        counts = [_counted(targets) for _, targets in batches]  # on the host: nothing waits for a GPU
+        for number, batch in enumerate(batches):
+            inputs, targets = (tensor.to(self.device) for tensor in batch)
             if self.memories is not None:
                 self.memories.before(number)
             with parallel.syncing(self.net, last=number == len(batches) - 1):
-                loss = self.net(inputs, targets).loss / len(batches)
+                loss = self.task.loss(self.net, inputs, targets) / (sum(counts) / counts[number])
                 loss.backward()
             if self.memories is not None:
                 self.memories.after(number)
             total += loss.detach()
         return self.world.mean(total)
 
-    def _batches(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of the micro-batches of the present step, cut into parts of equal size."""
-        whole = (self.sampler.batch_at(self.step, micro) for micro in range(self.config.accumulate))
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's rows of the micro-batches of the present step, cut into parts of equal size; on the CPU."""
+        whole = (self.task.batch_at(self.step, micro) for micro in range(self.config.accumulate))
         found = (self.world.share(*batch) for batch in whole)
         parts = self.config.split
-        return [part for x, y in found for part in zip(*(t.to(self.device).chunk(parts) for t in (x, y)), strict=True)]
+        return [part for x, y in found for part in zip(x.chunk(parts), y.chunk(parts), strict=True)]
+
+    def _batches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(inputs.to(self.device), targets.to(self.device)) for inputs, targets in self._parts()]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -261,15 +271,13 @@ class Run:
         Where fewer are left than ranks, the others run the last once more and throw it away: with fsdp2 a forward needs
         all ranks.
         """
-        taken = list(
-            eval_batches(self.corpus.held_out, batch=self.config.batch, seq=self.seq, limit=self.config.eval_batches)
-        )
+        taken = list(self.task.held_out())
         parts: list[list[float]] = []
         for start in range(0, len(taken), self.world.size):
             here = start + self.world.rank
             x, y = taken[min(here, len(taken) - 1)]
-            loss = self.model(x.to(self.device), y.to(self.device)).loss.item()
-            counted = y.numel() if here < len(taken) else 0
+            loss = self.task.loss(self.model, x.to(self.device), y.to(self.device)).item()
+            counted = _counted(y) if here < len(taken) else 0
             parts += self.world.gather(torch.tensor([loss, counted], dtype=torch.float64)).tolist()
         counts = [(loss, count) for loss, count in parts if count]
         return sum(loss * count for loss, count in counts) / sum(count for _, count in counts)
@@ -285,7 +293,7 @@ class Run:
             "step": self.step,
             "steps": self.last_step,
             "config": self.config.to_dict(),
-            "data": self.corpus.sha256,
+            **self.task.identity,
             "controller": self.controller.state_dict(),
             "guard": None if self.guard is None else self.guard.state_dict(),
             "paths": path_state(self.model),  # the controller's state has them too, but for mode=off
@@ -295,8 +303,9 @@ class Run:
         }
         folder = self.recorder.folder / CHECKPOINTS
         if self.config.parallel == "none":
-            state |= {"model": self.model.state_dict(), "optimizer": self.update.state_dict()}
+            state |= {"model": self.task.weights(), "optimizer": self.update.state_dict()}
             checkpoint.save(folder, self.step, state)
+            self.task.saved(self.recorder.folder, last=self.step == self.last_step)
             return
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         more, rest = self.update.named_state(self._names())
@@ -308,18 +317,19 @@ class Run:
 
     def check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other text, another model or other settings, before anything is changed."""
-        if state["data"] != self.corpus.sha256:
-            raise TrimtabError(
-                f"{path} was trained on other text (sha256 {state['data'][:12]}, now {self.corpus.sha256[:12]}): "
-                "give the same data; the standard library's text differs between Python versions"
-            )
-        checkpoint.check_model(self.model, state["model"], path)
+        for key, value in self.task.identity.items():
+            if state.get(key) != value:
+                what, remedy = OTHER[key]
+                raise TrimtabError(
+                    f"{path} was trained on {what} (sha256 {str(state.get(key))[:12]}, now {value[:12]}): {remedy}"
+                )
+        checkpoint.check_model(self.task.weights(), state["model"], path)
         if not path.is_dir() and self.world.size > 1 and self.config.parallel == "fsdp2":
             raise TrimtabError(
                 f"fsdp2 reads a checkpoint folder that can be cut, got {path} of a run with parallel=none: continue it "
                 "with parallel=ddp, whose checkpoints are folders"
             )
-        ours, theirs = comparable(self.config), comparable(Config.from_dict(state["config"]))
+        ours, theirs = comparable(self.config), comparable(self.config.from_dict(state["config"]))
         for key, value in theirs.items():
             if value != ours.get(key):
                 raise TrimtabError(
@@ -338,7 +348,7 @@ class Run:
         if path.is_dir():
             self._load_tensors(path, state)
         else:
-            self.model.load_state_dict(state["model"])
+            self.task.load_weights(state["model"])
             self.update.load_state_dict(state["optimizer"])
         self.controller.load_state_dict(state["controller"])
         if self.guard is not None:
@@ -376,19 +386,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def build_model(config: Config, vocab_size: int) -> Decoder:
-    """The decoder that settings describe, its weights drawn by their seed; not converted."""
-    shape: dict[str, Any] = {"vocab_size": vocab_size, "kv_heads": config.kv_heads}
-    shape |= {"norm": config.norm, "embproj": config.embproj}
-    if config.num_experts:
-        shape |= {"num_experts": config.num_experts, "top_k": config.top_k}
-    if config.seq is not None:
-        shape["max_seq"] = config.seq
-    model = Decoder(ModelConfig.size(config.model, **shape), seed=config.seed, checkpointing=config.checkpointing)
-    return model.to(torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+def _counted(targets: Tensor) -> int:
+    """How many targets have a loss."""
+    return int((targets != IGNORED).sum())
 
 
-def _convert(model: Decoder, config: Config) -> ConvertReport:
+def _convert(model: nn.Module, config: Settings) -> ConvertReport:
     recipe = Recipe.named(config.recipe, **config.recipe_options)
     if config.roles is not None:
         recipe = recipe.only(*(role.strip() for role in config.roles.split(",")))

