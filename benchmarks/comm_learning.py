@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What compressed exchange does to learning, in miniature: GreedyLore and 1-bit Adam against dense, arm by arm.
 
-    python benchmarks/comm_learning.py [--parts speedup mlp digits memory lm onebit] [--seeds 3] [--jobs 2]
-    python benchmarks/comm_learning.py --parts lm onebit --steps 2000 --seeds 1
+    python benchmarks/comm_learning.py [--parts speedup mlp digits memory lm rivals captured onebit] [--seeds 3]
+    python benchmarks/comm_learning.py --parts rivals --model tiny --steps 1600 --seeds 2
 
-Each part writes a result of its own, `comm_learning_<part>.json`; together they take a quarter of an hour on two cores.
+Each part writes a result of its own, `comm_learning_<part>.json`, with model and steps in the name where they are not
+micro and 400; together they take twenty minutes on two quiet cores.
 
     speedup    steps that a noisy quadratic needs to a target, with N = 1 to 32 workers whose gradients are averaged,
                dense and by GreedyLore, with momentum and with Adam; the best of three step sizes for each N
@@ -13,6 +14,8 @@ Each part writes a result of its own, `comm_learning_<part>.json`; together they
     digits     the same arms, a small convolutional net on scikit-learn's digits (pip install scikit-learn)
     memory     what residuals and bases take, by formula, by the tensors and by the process
     lm         the same arms, the lab's micro decoder on its usual text, with AdamW
+    rivals     dense, GreedyLore with one probe and with eight, and torch's PowerSGD hook with at most as many bytes
+    captured   why: the share of |H|^2 in GreedyLore's message, and in the best one of the same rank
     onebit     1-bit Adam against AdamW on that decoder, in two processes: other warm-ups, without error feedback, and
                Adam on 1-bit gradients, which the paper shows to fail; how the second moment settles; bytes of a run
 
@@ -38,6 +41,7 @@ import torch
 import torch.distributed as dist
 from common import save
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.functional import cross_entropy
 
 from trimtab.comm import GreedyLore, OneBitAdam, lowrank, traffic
@@ -92,6 +96,9 @@ def attach(model: nn.Module, way: str, **settings: Any) -> tuple[DDP, Callable[[
     ddp = DDP(model)
     if way == "dense":
         return ddp, lambda: None
+    if way == "powersgd":
+        attach_powersgd(ddp, **settings)
+        return ddp, lambda: None
     columns, feedback = WAYS[way]
     gl = Variant(**settings)
     gl.columns = columns
@@ -103,6 +110,19 @@ def attach(model: nn.Module, way: str, **settings: Any) -> tuple[DDP, Callable[[
                 matrix.error.zero_()
 
     return ddp, after
+
+
+def attach_powersgd(ddp: DDP, rank: int, start: int, exclude: tuple[str, ...], **_: Any) -> None:
+    """Torch's hook, made to leave alone what GreedyLore leaves alone: it knows matrices by their shapes only."""
+    dense = {p.shape for name, p in ddp.module.named_parameters() if name.startswith(("embed", *exclude))}
+    judge = powersgd._should_compress
+
+    def should(rows: int, columns: int, *args: Any) -> tuple[bool, int, int]:
+        return (False, rows * columns, rows * columns) if (rows, columns) in dense else judge(rows, columns, *args)
+
+    powersgd._should_compress = should
+    state = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=max(start, 2), min_compression_rate=1)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
 
 
 # Speed-up
@@ -147,7 +167,7 @@ def descend(way: str, kind: str, workers: int, lr: float, seed: int, most: int) 
     return most
 
 
-def speedup(pool: ProcessPoolExecutor, seeds: int, _: int) -> tuple[Figures, Figures]:
+def speedup(pool: ProcessPoolExecutor, seeds: int, *_: Any) -> tuple[Figures, Figures]:
     """Steps to the target by N, and the factor won over N = 1."""
     bases = {"momentum": (2e-4, 3e-4, 4e-4), "adam": (4e-3, 6e-3, 8e-3)}
     counts, tasks = (1, 2, 4, 8, 16, 32), {}
@@ -199,7 +219,7 @@ def student(way: str, kind: str, seed: int) -> Figures:
     return {"value": float((model(tests) - teacher(tests)).square().mean())}
 
 
-def mlp(pool: ProcessPoolExecutor, seeds: int, _: int) -> tuple[Figures, Figures]:
+def mlp(pool: ProcessPoolExecutor, seeds: int, *_: Any) -> tuple[Figures, Figures]:
     """Every way, with momentum and with Adam."""
     table = {}
     for kind in ("momentum", "adam"):
@@ -233,7 +253,7 @@ def classify(way: str, given: tuple[float, float], seed: int) -> Figures:
         from sklearn.datasets import load_digits
     except ImportError:
         raise SystemExit("the part digits needs scikit-learn, found none: pip install scikit-learn") from None
-    data = load_digits()
+    data: Any = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(data.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(99))
     test, train = order[:400], order[400:]
@@ -259,7 +279,7 @@ def classify(way: str, given: tuple[float, float], seed: int) -> Figures:
     return {"value": float(cross_entropy(logits, labels[test])), "accuracy": 1 - wrong}
 
 
-def digits(pool: ProcessPoolExecutor, seeds: int, _: int) -> tuple[Figures, Figures]:
+def digits(pool: ProcessPoolExecutor, seeds: int, *_: Any) -> tuple[Figures, Figures]:
     """Every way at a quarter of the shorter side and two learning rates, and greedy at an eighth."""
     table: Figures = {}
     for lr in (0.05, 0.0125):
@@ -301,7 +321,7 @@ def resident(way: str, size: str) -> Figures:
     return found
 
 
-def memory(_: ProcessPoolExecutor, seeds: int, steps: int) -> tuple[Figures, Figures]:
+def memory(*_: Any) -> tuple[Figures, Figures]:
     """Three sizes of the lab's decoder, every run in a process of its own."""
     table, context = {}, multiprocessing.get_context("spawn")
     for size in ("micro", "tiny", "60m"):
@@ -329,10 +349,10 @@ def held_out(model: nn.Module, tokens: Any) -> float:
     return statistics.fmean(model(*batch).loss.item() for batch in eval_batches(tokens, batch=32, seq=SEQ, limit=12))
 
 
-def speak(way: str, given: tuple[int, Figures], seed: int) -> Figures:
-    """Held-out loss of the micro decoder, trained with AdamW on gradients exchanged in some way."""
-    (steps, settings), corpus = given, load_corpus()
-    model = Decoder(ModelConfig.size("micro", vocab_size=256), seed=seed)
+def speak(way: str, given: tuple[str, int, Figures], seed: int) -> Figures:
+    """Held-out loss of a decoder, trained with AdamW on gradients exchanged in some way."""
+    (size, steps, settings), corpus = given, load_corpus()
+    model = Decoder(ModelConfig.size(size, vocab_size=256), seed=seed)
     sampler = Sampler(corpus.train, batch=BATCH, seq=SEQ, seed=seed)
     with group():
         ddp, after = attach(model, way, exclude=("head",), **settings)
@@ -346,11 +366,11 @@ def speak(way: str, given: tuple[int, Figures], seed: int) -> Figures:
     return {"value": held_out(model, corpus.held_out)}
 
 
-def lm(pool: ProcessPoolExecutor, seeds: int, steps: int) -> tuple[Figures, Figures]:
+def lm(pool: ProcessPoolExecutor, seeds: int, steps: int, size: str) -> tuple[Figures, Figures]:
     """Every way at an eighth of the shorter side with the paper's dense start, and greedy with more of everything."""
     plain = {"rank": 0.125, "every": steps // 8, "start": steps // 10}
     late = {"rank": 0.125, "every": steps // 16, "start": steps // 4, "probes": 8}
-    found = by_seed(pool, speak, ("dense", *WAYS), seeds, (steps, plain))
+    found = by_seed(pool, speak, ("dense", *WAYS), seeds, (size, steps, plain))
     more = {
         "greedy, rank 1/4": plain | {"rank": 0.25},
         "greedy, 8 probes": plain | {"probes": 8},
@@ -358,9 +378,89 @@ def lm(pool: ProcessPoolExecutor, seeds: int, steps: int) -> tuple[Figures, Figu
         "the same, rank 1/4": late | {"rank": 0.25},
     }
     for name, settings in more.items():
-        found[name] = by_seed(pool, speak, ("greedy",), seeds, (steps, settings))["greedy"]
-    settings = {"model": "micro", "steps": steps, "batch": BATCH, "seq": SEQ, "greedylore": plain, "lr": PEAK}
+        found[name] = by_seed(pool, speak, ("greedy",), seeds, (size, steps, settings))["greedy"]
+    settings = {"model": size, "steps": steps, "batch": BATCH, "seq": SEQ, "greedylore": plain, "lr": PEAK}
     return against_dense(found), settings | {"betas": BETAS, "value": "held-out loss"}
+
+
+def rivals(pool: ProcessPoolExecutor, seeds: int, steps: int, size: str) -> tuple[Figures, Figures]:
+    """GreedyLore at an eighth of the shorter side, refreshed every 50 steps, against PowerSGD in every step."""
+    plain = {"rank": 0.125, "every": 50, "start": steps // 10}
+    shapes = [p.shape for name, p in Decoder(ModelConfig.size(size), seed=0).named_parameters() if ".weight" in name]
+    matrices = [shape for shape in shapes if len(shape) == 2 and shape[0] != 256]
+    sent = sum(lowrank.mean_bytes(lowrank.size_of(shape, 0.125), 50, 1, 4) for shape in matrices)
+    per_rank = 4 * sum(map(sum, matrices))
+    arms = {
+        "dense": ("dense", plain),
+        "greedy": ("greedy", plain),
+        "greedy, 8 probes": ("greedy", plain | {"probes": 8}),
+        "powersgd": ("powersgd", plain | {"rank": int(sent / per_rank)}),
+    }
+    tasks = {
+        name: [pool.submit(speak, way, (size, steps, given), seed) for seed in range(seeds)]
+        for name, (way, given) in arms.items()
+    }
+    found = {name: [task.result() for task in of_seeds] for name, of_seeds in tasks.items()}
+    settings = {"model": size, "steps": steps, "batch": BATCH, "seq": SEQ, "greedylore": plain, "lr": PEAK}
+    dense = 4 * sum(map(math.prod, matrices))
+    settings["bytes_of_matrices"] = {
+        "dense": dense,
+        "greedy": round(sent),
+        "greedy, 8 probes": round(sum(lowrank.mean_bytes(lowrank.size_of(s, 0.125), 50, 8, 4) for s in matrices)),
+        "powersgd": per_rank * int(sent / per_rank),
+    }
+    return against_dense(found), settings | {"powersgd_rank": int(sent / per_rank), "value": "held-out loss"}
+
+
+def watch(size: str, every: int, batch: int, steps: int) -> Figures:
+    """Mean shares of |H|^2 over all low-rank messages of a run: GreedyLore's, and what others would have had."""
+    seen: list[list[float]] = []
+
+    class Watching(GreedyLore):
+        def _low_rank(self, step: int, matrices: Any, dense: Any) -> Any:
+            self.now = {matrix.name: (matrix.owes(grad), float(grad.norm())) for matrix, grad in matrices}
+            yield from super()._low_rank(step, matrices, dense)
+
+        def _select(self, step: int, matrix: Any, mean_scores: Tensor) -> Tensor:
+            h, fresh = self.now[matrix.name]
+            rows, rank = (matrix.basis.t() @ h).square().sum(1), matrix.size.rank
+            values = torch.linalg.svdvals(h).square()
+            chosen = {num: lowrank.select(mean_scores[:num], rank) for num in (1, 8)}
+            shares = [rows[chosen[1]], rows[chosen[8]], rows.topk(rank).values, values[:rank]]
+            seen.append(
+                [*(float(part.sum() / rows.sum()) for part in shares), rank / matrix.size.a, float(h.norm()) / fresh]
+            )
+            return chosen[1]
+
+    corpus, model = load_corpus(), Decoder(ModelConfig.size(size, vocab_size=256), seed=0)
+    sampler = Sampler(corpus.train, batch=batch, seq=SEQ, seed=0)
+    with group():
+        ddp = DDP(model)
+        Watching(0.125, every=every, start=40, probes=8, exclude=("head",)).attach(ddp)
+        optimizer = torch.optim.AdamW(model.parameters(), PEAK, betas=BETAS)
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = rate(step, 400)
+            optimizer.zero_grad()
+            ddp(*sampler.batch_at(step)).loss.backward()
+            optimizer.step()
+    names = ("one probe", "8 probes", "best columns of the basis", "best of any basis", "at random", "|H| / |g|")
+    return {
+        name: round(statistics.fmean(column), 3) for name, column in zip(names, zip(*seen, strict=True), strict=True)
+    }
+
+
+def captured(pool: ProcessPoolExecutor, seeds: int, steps: int, size: str) -> tuple[Figures, Figures]:
+    """With shorter periods, larger batches, a wider model."""
+    cases = {
+        f"{size}, a basis for 50 steps": (size, 50, BATCH),
+        f"{size}, for 10 steps": (size, 10, BATCH),
+        f"{size}, for 50 steps, batch {8 * BATCH}": (size, 50, 8 * BATCH),
+        "tiny, for 50 steps": ("tiny", 50, BATCH),
+    }
+    tasks = {name: pool.submit(watch, *case, 160) for name, case in cases.items()}
+    table = {name: task.result() for name, task in tasks.items()}
+    settings = {"seeds": [0], "rank": "1/8", "start": 40, "steps": 160, "batch": BATCH}
+    return table, settings | {"value": "share of |H|^2, mean over low-rank messages"}
 
 
 # 1-bit Adam
@@ -387,7 +487,7 @@ def onebit_arm(arm: str, seed: int, steps: int, corpus: Any) -> tuple[float, lis
         if naive is not None:
             flat = torch.zeros_like(naive.worker)
             for view, p in zip(naive.layout.views(flat, [p.shape for p in parameters]), parameters, strict=True):
-                view.copy_(p.grad)
+                view.copy_(p.grad)  # pyright: ignore[reportArgumentType]
             mean, _ = onebit_mean(flat, naive)
             for view, p in zip(naive.layout.views(mean, [p.shape for p in parameters]), parameters, strict=True):
                 p.grad = view.clone()
@@ -428,7 +528,7 @@ def onebit_rank(rank: int, num: int, folder: str, seeds: int, steps: int) -> Non
         torch.save(found, f"{folder}/found.pt")
 
 
-def onebit(_: ProcessPoolExecutor, seeds: int, steps: int) -> tuple[Figures, Figures]:
+def onebit(_: ProcessPoolExecutor, seeds: int, steps: int, *__: Any) -> tuple[Figures, Figures]:
     """Two ranks on this machine."""
     num, context = 2, multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -478,12 +578,14 @@ def against_dense(found: dict[str, list[Figures]], dense: str = "dense") -> dict
     return table
 
 
-PARTS: dict[str, Callable[[ProcessPoolExecutor, int, int], tuple[Figures, Figures]]] = {
+PARTS: dict[str, Callable[[ProcessPoolExecutor, int, int, str], tuple[Figures, Figures]]] = {
     "speedup": speedup,
     "mlp": mlp,
     "digits": digits,
     "memory": memory,
     "lm": lm,
+    "rivals": rivals,
+    "captured": captured,
     "onebit": onebit,
 }
 
@@ -493,16 +595,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400, help="of the parts lm and onebit")
+    parser.add_argument("--steps", type=int, default=400, help="of the parts lm, rivals and onebit")
+    parser.add_argument("--model", choices=("micro", "tiny"), default="micro", help="of the parts lm and rivals")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for part in args.parts:
-            table, settings = PARTS[part](pool, args.seeds, args.steps)
-            longer = f"_{args.steps}" if args.steps != 400 and part in ("lm", "onebit") else ""
-            save(f"comm_learning_{part}{longer}", table, seeds=list(range(args.seeds)), **settings)
+            table, settings = PARTS[part](pool, args.seeds, args.steps, args.model)
+            name = f"comm_learning_{part}"
+            name += f"_{args.model}" if args.model != "micro" and part in ("lm", "rivals") else ""
+            name += f"_{args.steps}" if args.steps != 400 and part in ("lm", "rivals", "onebit") else ""
+            save(name, table, **({"seeds": list(range(args.seeds))} | settings))
 
 
 if __name__ == "__main__":

@@ -476,7 +476,10 @@ def refuse_states(rank):
     wrong["missing matrix"] = {**state, "state": {k: v for k, v in state["state"].items() if k != "tall"}}
     wrong["extra matrix"] = {**state, "state": {**state["state"], "more": state["state"]["tall"]}}
     wrong["shape"] = {**state, "state": {**state["state"], "tall": state["state"]["wide"]}}
-    wrong["nothing"] = {}
+    wrong["nothing"], wrong["no dict"], wrong["no config"] = {}, [state], {**state, "config": None}
+    wrong["step"] = {**state, "step": -4}
+    for kind, tall in {"no basis": {"basis": None}, "nan": {"error": torch.full((40, 24), math.nan)}}.items():
+        wrong[kind] = {**state, "state": {**state["state"], "tall": state["state"]["tall"] | tall}}
     before = digest([*errors_of(gl).values(), *bases_of(gl).values()])
     for kind, bad in wrong.items():
         try:
@@ -496,7 +499,10 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path):
     assert "'tall'" in told["missing matrix"]
     assert "'more'" in told["extra matrix"]
     assert "'tall' must have shape (40, 24)" in told["shape"]
-    assert "must be GreedyLore's" in told["nothing"]
+    assert all("must be GreedyLore's" in told[kind] for kind in ("nothing", "no dict", "no config"))
+    assert "whole number from 0" in told["step"]
+    assert "the saved basis of 'tall' must have shape (24, 24)" in told["no basis"]
+    assert "the saved error of 'tall' must be finite" in told["nan"]
 
 
 def distributed_checkpoint(rank, folder):
@@ -828,23 +834,31 @@ def groups(rank):
         with pytest.raises(TrimtabError) as caught:
             GreedyLore(2, group=alone).attach(model)
         told = str(caught.value)
-    own = dist.new_group([0, 1, 2])
+    own, differ = dist.new_group([0, 1, 2]), []
+    for settings in ({"every": 4 + (rank == 1)}, {"compress": lambda name, p: name != "wide" or rank != 1}):
+        with pytest.raises(TrimtabError) as caught:
+            attached(Given(), 2, start=0, group=own, **settings)
+        differ.append(str(caught.value))
     model, gl = attached(Given(), 2, 4, 0, group=own)
     assert gl.group is own
     outs = [backward(model, gradients(step, rank)) for step in range(3)]
     if rank > 0:
         model, _ = attached(Given(torch.float64), 2, 4, 0, ddp={"process_group": pair})
         outs += [backward(model, gradients(step, rank - 1, torch.float64)) for step in range(3)]
-    return told, outs
+    return told, outs, differ
 
 
 def test_groups_are_taken_as_given_if_their_ranks_are_ddp_s(tmp_path):
     results = in_ranks(3, groups, tmp_path)
     assert "the ranks of DDP's, [0, 1, 2], got [0]" in results[0][0]
     for name in SHAPES:
-        assert all(torch.equal(outs[2][name], results[0][1][2][name]) for _, outs in results)
+        assert all(torch.equal(outs[2][name], results[0][1][2][name]) for _, outs, _ in results)
         torch.testing.assert_close(results[1][1][3][name], mean_gradients(0, 2)[name])
         assert torch.equal(results[1][1][5][name], results[2][1][5][name])
+    for rank, (_, _, (every, which)) in enumerate(results):
+        assert f"every must be the same on all ranks, got {5 if rank == 1 else 4} here" in every
+        assert f"another on rank {0 if rank == 1 else 1}" in every
+        assert "what is compressed must be the same" in which
 
 
 class Watching(GreedyLore):

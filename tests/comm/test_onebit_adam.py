@@ -223,6 +223,9 @@ def refusals():
         "python_reducer": lambda: exchange(OneBitAdam(one), (torch.ones(2), one[0])),
         "wrap the model first": lambda: OneBitAdam(one).attach(nn.Linear(2, 2)),
         "OneBitAdam's or AdamW's": lambda: OneBitAdam(one).load_state_dict(momentum()),
+        "AdamW's: load": lambda: OneBitAdam(one).load_state_dict(torch.optim.SGD(one, 0.1).state_dict()),
+        "got 'NoneType'": lambda: OneBitAdam(one).load_state_dict(None),
+        r"got \['state'\]": lambda: OneBitAdam(one).load_state_dict({"state": {}}),
         "amsgrad": lambda: OneBitAdam(one).load_state_dict(torch.optim.AdamW(one, amsgrad=True).state_dict()),
         "must have shape": lambda: OneBitAdam(one).load_state_dict(OneBitAdam(parameters()[1:2]).state_dict()),
     }  # fmt: skip
@@ -451,6 +454,31 @@ def poison(rank, num):
     return out
 
 
+def one_wants_no_step(rank, num):
+    """Under DDP rank 1 wants no step, with a group that stays warm beside one that is frozen, and in warm-up."""
+    out = {}
+    for when, limit in ((4, 2), (1, 3)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        ddp = DistributedDataParallel(model)
+        groups = [{"params": model[0].parameters(), "warmup": None}, {"params": model[1].parameters()}]
+        optimizer = OneBitAdam(groups, 1e-2, warmup=limit)
+        optimizer.attach(ddp)
+        for step in range(6):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 6, generator=torch.Generator().manual_seed(9 * step + rank))).square().mean().backward()
+            kept = copies(model.parameters())
+            if step == when and rank == 1:
+                optimizer.found_inf = torch.tensor(1.0)
+            optimizer.step()
+            if step == when:
+                out[when] = same(model.parameters(), kept)
+            if hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+        out["digest", when] = digest(model.parameters())
+    return out
+
+
 def scaled(rank, num):
     """A loss scale that finds nothing is divided out."""
     ps, plain = parameters(), parameters()
@@ -527,17 +555,38 @@ def straggle(rank, num):
     return [str(one.message) for one in caught if one.category is NoEffectWarning]
 
 
+def disagree(rank, num):
+    """What each rank is told when rank 1 differs."""
+
+    def told(**settings):
+        sides = settings.pop("sides", (4, 5))
+        optimizer = OneBitAdam(parameters(shapes=((3, 4), sides)), **settings)
+        try:
+            drive(optimizer, optimizer.param_groups[0]["params"], [0], rank)
+        except TrimtabError as error:
+            return str(error)
+
+    odd = rank == 1
+    return [told(warmup=5 if odd else 4), told(sides=(5, 4) if odd else (4, 5)), told(scale="l1" if odd else "l2")]
+
+
 def refuse_shards(rank, num):
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     p = nn.Parameter(distribute_tensor(torch.ones(8, 2), init_device_mesh("cpu", (num,)), [Shard(0)]))
     out = []
-    for attempt in (lambda: OneBitAdam([p]), lambda: attach_other(num)):
+    for attempt in (lambda: OneBitAdam([p]), lambda: attach_other(num), attach_twice):
         try:
             attempt()
         except TrimtabError as error:
             out.append(str(error))
     return out
+
+
+def attach_twice():
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    for _ in range(2):
+        OneBitAdam(ddp.parameters()).attach(ddp)
 
 
 def attach_other(num):
@@ -549,8 +598,8 @@ def attach_other(num):
 def measure(rank):
     torch.set_num_threads(1 + rank)
     num = dist.get_world_size()
-    parts = (follow_the_recurrence, warm_up, stay_equal, count, under_ddp, checkpoint, poison, scaled, miss, join_late,
-             settle, straggle, refuse_shards)  # fmt: skip
+    parts = (follow_the_recurrence, warm_up, stay_equal, count, under_ddp, checkpoint, poison, one_wants_no_step,
+             scaled, miss, join_late, settle, straggle, disagree, refuse_shards)  # fmt: skip
     return {part.__name__: part(rank, num) for part in parts}
 
 
@@ -597,7 +646,8 @@ def test_bytes_are_those_of_the_formula(world):
     dense = 2 * (num - 1) / num * 4 * sum(sizes)
     for rank in world:
         seen = rank["count"]
-        for step in range(3):
+        assert seen[0][:2] == (2, 4 * (sum(sizes) + len(sizes)) + 4 * 8)  # and whether all mean the same
+        for step in (1, 2):
             assert seen[step][:2] == (1, 4 * (sum(sizes) + len(sizes)))
         for step in range(3, 20):
             assert seen[step] == (2, (num + 1) * row, 2 * (num - 1) * row)
@@ -611,7 +661,8 @@ def test_ddp_averages_in_warm_up_and_sends_nothing_afterwards(world):
         seen = rank["under_ddp"]
         assert seen["warm"] == [True] * WARMUP + [False] * (STEPS - WARMUP)
         row = sum(math.ceil(n / (8 * num)) + 4 for n in seen["sizes"])
-        assert seen["calls"][0][2][0] == "all_reduce"
+        dense = 2 * (num - 1) / num * 4 * (sum(seen["sizes"]) + 1)  # and whether a rank wants no step
+        assert seen["calls"][2][1:] == (dense, ["all_reduce"])
         assert seen["calls"][WARMUP:] == [(2, 2 * (num - 1) * row, ["all_gather", "all_to_all"])] * (STEPS - WARMUP)
 
 
@@ -672,6 +723,12 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(world):
         assert all(rank["poison"][case][2] for rank in world), case
 
 
+def test_a_rank_that_wants_no_step_under_ddp_stops_the_others_too(world):
+    for when in (1, 4):
+        assert len({rank["one_wants_no_step"]["digest", when] for rank in world}) == 1
+        assert all(rank["one_wants_no_step"][when] for rank in world)
+
+
 def test_a_loss_scale_is_divided_out(world):
     assert all(rank["scaled"] for rank in world)
 
@@ -706,10 +763,20 @@ def test_a_parameter_that_keeps_the_exchange_dense_is_named_once(world):
         assert "requires_grad_(False)" in rank["straggle"][0]
 
 
+def test_ranks_that_were_given_other_things_are_told_which_and_where(world):
+    for number, rank in enumerate(world):
+        where = 0 if number == 1 else 1
+        for told, name in zip(rank["disagree"], ("warmup", "list of shapes", "scale"), strict=True):
+            assert f"OneBitAdam's {name} must be the same on all ranks" in told
+            assert f"another on rank {where}" in told
+    assert "got [5] here" in world[1]["disagree"][0]
+
+
 def test_shards_and_other_ranks_are_refused(world):
     for rank in world:
         assert "sharded" in rank["refuse_shards"][0]
         assert "same process group" in rank["refuse_shards"][1]
+        assert "one hook, got one that has exchange" in rank["refuse_shards"][2]
 
 
 # Learning

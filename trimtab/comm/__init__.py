@@ -6,6 +6,7 @@ lowrank.py       its method, as functions of one matrix; choice.py which tensors
                  exchange.py how it talks to other ranks without waiting
 onebit_adam.py   OneBitAdam: Adam whose momentum travels as signs; onebit.py its compressed mean; onebit_steps.py its
                  two kinds of step
+guards.py        what both ask first: that all ranks mean the same, and that DDP has room for a hook
 traffic.py       traffic: counts the bytes of every collective; the collectives that this room sends through
 """
 

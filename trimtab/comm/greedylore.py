@@ -19,6 +19,11 @@ In every step mean(g_i + E_i) = out + mean(E_i'): no gradient is ever lost, only
 drops what is owed; here it is paid.) A refresh therefore brings a gradient 2 to 6 times as large as usual, which global
 clipping after the hook would cut off for good, and which Adam's second moment remembers for a while.
 
+What it does not cure: a basis grows old. On the lab's decoders a/8 columns of the step's own basis would hold 99 % of
+|H|^2; the best a/8 of a basis kept for 50 steps hold 60 % (for 10 steps: 70 %), those that one probe finds 45 %. What
+is owed then outgrows what is new, and torch's PowerSGD hook, which turns its basis in every step, learns better with as
+many bytes (docs/results.md, "Compressed gradients"). `probes=8` and a larger rank win back a part.
+
 The same on every rank. `eigh` gives other bits with other thread counts, and even other columns where singular values
 repeat; so each matrix has one owner, rank (its number mod N), whose basis the others receive, packed into one broadcast
 per owner and bucket. Everything else that decides comes out of an all-reduce. Two all-reduces per bucket and low-rank
@@ -58,6 +63,7 @@ from trimtab.checks import is_number, is_whole, require
 from trimtab.comm import lowrank
 from trimtab.comm.choice import Choice, Report, Rule, Settings, choose
 from trimtab.comm.exchange import Exchange, run
+from trimtab.comm.guards import require_room, require_same
 from trimtab.comm.lowrank import Size, orient, unorient
 from trimtab.comm.traffic import all_reduce, broadcast
 from trimtab.errors import NoEffectWarning, TrimtabError
@@ -142,12 +148,15 @@ class GreedyLore:
         """Become the hook of a DDP model, on all ranks and before its first backward; once in a life."""
         _check_target(ddp, self._choices is not None)
         names = {name: p for name, p in ddp.module.named_parameters() if _exchanged(ddp, name, p)}
-        self._choices = choose(ddp.module, names, self.settings, self._rule, self._exclude)
-        chosen = [choice for choice in self._choices if choice.size]
+        choices = choose(ddp.module, names, self.settings, self._rule, self._exclude)
+        chosen = [choice for choice in choices if choice.size]
         if not chosen:
             text = f"GreedyLore compresses none of {len(names)} tensors, all are sent dense: see report()"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-        self.group = _group_for(ddp, self.group)
+        group = _group_for(ddp, self.group)
+        facts = asdict(self.settings) | {"what is compressed": [(choice.name, choice.size) for choice in chosen]}
+        require_same({f"GreedyLore's {name}": fact for name, fact in facts.items()}, group, ddp.device)
+        self.group, self._choices = group, choices
         self._names = {p: name for name, p in names.items()}
         for index, choice in enumerate(chosen):
             assert choice.size is not None
@@ -180,25 +189,31 @@ class GreedyLore:
         """Go on from a saved state, after `attach`; what does not fit is refused and changes nothing."""
         self._attached()
         rule = "the saved state must be GreedyLore's: load what GreedyLore.state_dict() gave"
+        require(isinstance(state_dict, dict), rule, type(state_dict).__name__)
         require({"config", "step", "state"} <= state_dict.keys(), rule, sorted(state_dict))
+        config, step, saved = (state_dict[key] for key in ("config", "step", "state"))
+        require(isinstance(config, dict) and isinstance(saved, dict), rule, (type(config), type(saved)))
+        require(is_whole(step), "the saved step must be a whole number from 0: the file is damaged", step)
         for key, here in asdict(self.settings).items():
-            there = state_dict["config"].get(key)
+            there = config.get(key)
             rule = f"the saved {key} must be this GreedyLore's, {here!r}: build it with the saved settings"
             require(there == here and isinstance(there, int) == isinstance(here, int), rule, there)
-        saved = state_dict["state"]
         strangers = sorted(saved.keys() ^ self._matrices.keys())
         if strangers:
             rule = "the saved state must hold the matrices that are compressed here"
             raise TrimtabError(f"{rule}, got {strangers[0]!r} on one side only: use the saved run's model and rules")
         for name, matrix in self._matrices.items():
             for part in ("error", "basis"):
-                wanted, shape = getattr(matrix, part).shape, saved[name][part].shape
-                rule = f"the saved {part} of {name!r} must have shape {tuple(wanted)}: load it into the model it is of"
-                require(shape == wanted, rule, tuple(shape))
+                wanted, found = tuple(getattr(matrix, part).shape), saved[name].get(part)
+                rule = f"the saved {part} of {name!r} must have shape {wanted}: load it into the model it is of"
+                require(isinstance(found, Tensor), rule, type(found).__name__)
+                require(tuple(found.shape) == wanted, rule, tuple(found.shape))
+                rule = f"the saved {part} of {name!r} must be finite, or no step would be: load an earlier state"
+                require(bool(found.isfinite().all()), rule, float(found.abs().max()))
         for name, matrix in self._matrices.items():
             matrix.error.copy_(saved[name]["error"])
             matrix.basis.copy_(saved[name]["basis"])
-        self.step = int(state_dict["step"])
+        self.step = step
 
     def _attached(self) -> list[Choice]:
         if self._choices is None:
@@ -352,15 +367,7 @@ def _check_target(ddp: object, attached: bool) -> None:
     assert isinstance(ddp, DistributedDataParallel)
     if attached:
         raise TrimtabError("a GreedyLore has one model, got a second attach(): build another one, or load_state_dict()")
-    if ddp.mixed_precision is not None:
-        raise TrimtabError(
-            "DDP's mixed_precision registers a hook of its own and leaves no place for another, "
-            f"got {ddp.mixed_precision}: use torch.autocast, or parameters in bf16"
-        )
-    if ddp._comm_hooks:
-        raise TrimtabError(
-            f"a DDP model has one hook, got one that has {ddp._comm_hooks[0][0].__qualname__}: wrap the model anew"
-        )
+    require_room(ddp)
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TrimtabError(f"gradients must be dense, got sparse=True in {name!r}: build it with sparse=False")

@@ -29,8 +29,9 @@ Without `attach`, DDP would go on averaging. Clipping between backward and step 
 gradient; without DDP, always.
 
 A gradient that is not finite, on any rank, is a step that no rank takes: parameters, moments and errors stay as they
-were. So does a tensor for which no rank has a gradient; where some have, the others count as zero. A warm-up step
-reads the verdict from the device; a frozen one does not, so that its clocks t go on.
+were (where some parameters warm up and others are frozen, each half of the step decides by its own gradients). So does
+a tensor for which no rank has a gradient; where some have, the others count as zero. A warm-up step reads the verdict
+from the device; a frozen one does not, so that its clocks t go on.
 
 A checkpoint does not depend on the number of ranks. Moments are equal on all of them, and of the errors only the sum
 mean_i e_i + d has a meaning beyond one step; it is saved as each parameter's `residual`, so `state_dict()` is a
@@ -54,6 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from trimtab.checks import require
+from trimtab.comm.guards import require_room, require_same
 from trimtab.comm.onebit import SCALES, Errors, Layout, onebit_mean
 from trimtab.comm.onebit_steps import (
     MOMENTS,
@@ -78,6 +80,8 @@ Owned = tuple[dict[str, Any], Tensor]
 """A parameter and its group."""
 
 COPIED = ("_scale", "_compressed", "_errors")
+
+LOADS = "the saved state must be OneBitAdam's or AdamW's: load what its state_dict() gave"
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +124,7 @@ class OneBitAdam(Optimizer):
         self._compressed: list[Tensor] = []
         self._errors: Errors | None = None
         self._attached: set[Tensor] = set()
-        self._warned = False
+        self._warned = self._agreed = False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -138,7 +142,7 @@ class OneBitAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; their warm-up starts now."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group, self._agreed = self.param_groups[-1], False
         try:
             check_group(group)
             devices = {p.device for _, p in self._parameters()}
@@ -169,6 +173,7 @@ class OneBitAdam(Optimizer):
         rule = "DDP and the optimizer must average over the same ranks: give both the same process group"
         theirs, mine = (dist.get_process_group_ranks(group) for group in (ddp.process_group, self._group))
         require(theirs == mine, rule, (theirs, mine))
+        require_room(ddp)
         ddp.register_comm_hook(self, exchange)
         named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
         self._attached = {p for name, p in named if p.requires_grad and name not in ignored}
@@ -184,6 +189,8 @@ class OneBitAdam(Optimizer):
         for _, p in members:
             check_gradient(p)
             self._state_of(p)
+        if not self._agreed:
+            self._agree()
         if self._errors is not None:
             rule = f"the errors are of {self._errors.layout.num_ranks} ranks, and the number cannot change in a run: "
             rule += "save state_dict() before, and load it into an optimizer of the new ranks"
@@ -225,6 +232,8 @@ class OneBitAdam(Optimizer):
         torch casts what it loads to the parameter's dtype, which would round the moments of BF16 parameters: so the
         state is put in once more, as it was saved. `foreach` stays as it is here.
         """
+        require(isinstance(state_dict, dict), LOADS, type(state_dict).__name__)
+        require({"state", "param_groups"} <= state_dict.keys(), LOADS, sorted(state_dict))
         saved: dict[str, Any] = {}
         mine = self.state, self.param_groups, self._compressed, self._errors
         before = self.register_load_state_dict_pre_hook(lambda _, state_dict: saved.update(state_dict))
@@ -244,7 +253,7 @@ class OneBitAdam(Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in (("_group", None), ("_attached", set()), ("_warned", False)):
+        for name, value in (("_group", None), ("_attached", set()), ("_warned", False), ("_agreed", False)):
             self.__dict__.setdefault(name, value)  # a copy is attached to nothing
         super().__setstate__(state)
 
@@ -252,6 +261,8 @@ class OneBitAdam(Optimizer):
         """AdamW on the mean gradient; False if there is nothing finite to step with."""
         grads = [self._gradient(group, p) for group, p in warm]
         ours = [k for k, (_, p) in enumerate(warm) if p not in self._attached] if self.num_ranks > 1 else []
+        if self.num_ranks > 1 and not ours and self._others_stop(warm[0][1].device):
+            return False
         if ours:
             dense = dense_mean([grads[k] for k in ours], [warm[k][1] for k in ours], self._group, self._found_inf())
             for k, mean in zip(ours, dense, strict=True):
@@ -266,6 +277,27 @@ class OneBitAdam(Optimizer):
                 adamw_(group, params, means, [self.state[p] for p in params])
                 self._settle(group)
         return True
+
+    def _others_stop(self, device: torch.device) -> bool:
+        """Whether any rank wants no step: DDP's mean says who has no number, and not who has set `found_inf`."""
+        found = self._found_inf()
+        stop = torch.zeros((), device=device) if found is None else (found.to(device) > 0).float().reshape(())
+        all_reduce(stop, self._group, op=dist.ReduceOp.MAX)
+        return bool(stop)
+
+    def _agree(self) -> None:
+        """Ask in the first step, and when a group was added, whether all ranks have the same to exchange."""
+        if self.num_ranks > 1:
+            members = [p for _, p in self._parameters() if p.requires_grad or p in self.state]
+            facts = {
+                "scale": self._scale,
+                "warmup": [group["warmup"] for group in self.param_groups],
+                "list of shapes": [tuple(p.shape) for p in members],
+                "list of dtypes": [p.dtype for p in members],
+            }
+            device = self.param_groups[0]["params"][0].device
+            require_same({f"OneBitAdam's {name}": fact for name, fact in facts.items()}, self._group, device)
+        self._agreed = True
 
     def _frozen_step(self, frozen: list[Owned]) -> None:
         """Momentum with a fixed size per coordinate, on the 1-bit mean."""
@@ -360,6 +392,7 @@ class OneBitAdam(Optimizer):
 
     def _restore(self, saved: dict[str, Any], mine: list[dict[str, Any]]) -> None:
         for group, before in zip(self.param_groups, mine, strict=True):
+            require("betas" in group, LOADS, sorted(group))
             group.update({name: before[name] for name in SETTINGS if name not in group or name == "foreach"})
             check_group(group)
         order = [number for group in saved["param_groups"] for number in group["params"]]
