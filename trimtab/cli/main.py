@@ -2,12 +2,14 @@
 """The command line: one small file per verb, and one door that turns errors into one clear line.
 
     trimtab train     train a small model under control, into a run folder
+    trimtab finetune  fine-tune a pretrained model in INT8 under control
     trimtab demo      see control at work, in a few minutes
     trimtab report    one HTML page about a run
     trimtab replay    what another policy would have decided on a run's norms
     trimtab evaluate  the held-out loss of a run's model, and what is left of it in few bits
     trimtab bench     arms against each other over seeds: a suite, a table, a page
     trimtab diagnose  which units low precision hurts, without training
+    trimtab quantize  a pretrained model in 2 to 4 bits, retrained block by block
     trimtab env       versions, machine, resolved settings
 
 Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted. Nothing heavy is imported before a
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def _app(typer):
-    from trimtab.cli import bench, demo, diagnose, env, evaluate, replay, report, train
+    from trimtab.cli import bench, demo, diagnose, env, evaluate, finetune, quantize, replay, report, train
 
     app = typer.Typer(
         name="trimtab",
@@ -78,7 +80,7 @@ def _app(typer):
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for verb in (train, demo, report, replay, evaluate, bench, diagnose, env):
+    for verb in (train, finetune, demo, report, replay, evaluate, bench, diagnose, quantize, env):
         app.command(name=verb.__name__.rsplit(".", 1)[1])(verb.run)
     return app
 
