@@ -4,8 +4,10 @@
     trimtab train     train a small model under control, into a run folder
     trimtab finetune  fine-tune a pretrained model in INT8 under control
     trimtab demo      see control at work, in a few minutes
-    trimtab report    one HTML page about a run
+    trimtab report    one HTML page about a run, or about several side by side
     trimtab replay    what another policy would have decided on a run's norms
+    trimtab sweep     what a grid of policies would have decided, and which to try
+    trimtab postmortem  where a run's loss left its range, and what its norms did before
     trimtab evaluate  the held-out loss of a run's model, and what is left of it in few bits
     trimtab bench     arms against each other over seeds: a suite, a table, a page
     trimtab diagnose  which units low precision hurts, without training
@@ -71,7 +73,20 @@ def main() -> None:
 
 
 def _app(typer):
-    from trimtab.cli import bench, demo, diagnose, env, evaluate, finetune, quantize, replay, report, train
+    from trimtab.cli import (
+        bench,
+        demo,
+        diagnose,
+        env,
+        evaluate,
+        finetune,
+        postmortem,
+        quantize,
+        replay,
+        report,
+        sweep,
+        train,
+    )
 
     app = typer.Typer(
         name="trimtab",
@@ -80,7 +95,7 @@ def _app(typer):
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for verb in (train, finetune, demo, report, replay, evaluate, bench, diagnose, quantize, env):
+    for verb in (train, finetune, demo, report, replay, sweep, postmortem, evaluate, bench, diagnose, quantize, env):
         app.command(name=verb.__name__.rsplit(".", 1)[1])(verb.run)
     return app
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab replay`: what another policy would have decided on a run's recorded norms."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from trimtab.cli.logs import ColumnsOption, FilesArgument, LossOption, StepOption
 
 ROWS = {
     "false_alarms_per_1k": ("alarms per 1,000 quiet steps", "{:.1f}"),
@@ -20,7 +21,7 @@ ROWS = {
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a trace.arrow.")],
+    files: FilesArgument,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Policy setting, such as alpha=2."),
@@ -28,67 +29,63 @@ def run(
     calibrate: Annotated[
         float | None, typer.Option(help="Set alpha and beta for this many false alarms per 1,000 of these steps.")
     ] = None,
+    columns: ColumnsOption = None,
+    loss: LossOption = None,
+    step: StepOption = None,
 ) -> None:
     """Show what another policy would have decided on the norms that a run recorded, beside the run's own.
 
-    A replay is open-loop: in the run, a unit that went high changed the norms that followed.
+    A run of another tool will do (TensorBoard, CSV, JSONL, Parquet): its own policy is then the default one. A replay
+    is open-loop: in the run, a unit that went high changed the norms that followed.
     """
-    from rich.table import Table
-
     from trimtab.cli.console import console
+    from trimtab.cli.logs import policy_of, table_of
     from trimtab.control.policy import Policy
-    from trimtab.control.record import TRACE
     from trimtab.control.replay import replay
     from trimtab.errors import TrimtabError
-    from trimtab.lab.config import load_settings
-    from trimtab.report.read import read_run, read_trace
+    from trimtab.report.imports import read_log
+    from trimtab.report.names import visible
     from trimtab.report.summary import quiet_steps
 
-    path = folder / TRACE if folder.is_dir() else folder
-    if not path.is_file():
-        raise TrimtabError(f"a replay needs a recorded trace, and there is no {path}: give a run folder")
-    trace = read_trace(path)
-    if not len(trace):
-        raise TrimtabError(f"{path} holds no step yet: let the run go on for a while")
-    own = Policy.from_dict(trace.policy)
-    asked = {key.removeprefix("policy."): value for key, value in _flat(load_settings(None, set_ or ())).items()}
-    base = Policy.preset(str(asked.pop("preset"))) if "preset" in asked else own
-    other = base.replace(**asked)
+    log = read_log(*files, columns=columns or (), loss=loss, step=step)
+    if not log.rows:
+        raise TrimtabError(
+            f"{files[0]} holds no step yet: let the run go on for a while"
+            if log.ours
+            else f"a replay needs gradient norms, and {files[0]} has none: give a run folder, or name them with --columns"
+        )
+    trace = log.trace()
+    own, other = policy_of(log, set_ or ())
     if calibrate is not None:
         other = Policy.calibrated(trace, calibrate, base=other, detector=trace.detector)
-    config = read_run(folder, with_trace=False).config if folder.is_dir() else {}
-    quiet = quiet_steps(trace.steps, config)
-    columns = {"the run's own": own} | ({} if other == own else {"what if": other})
+    quiet = quiet_steps(trace.steps, log.config)
+    policies = {"the run's own" if log.ours else "default": own} | ({} if other == own else {"what if": other})
     results = {
         name: replay(
             trace.norms,
             policy,
             seen=trace.seen,
-            recoverable=trace.recoverable,
+            recoverable=log.recoverable,
             total_steps=trace.total_steps,
             detector=trace.detector,
             columns=trace.columns,
         ).summary(quiet)
-        for name, policy in columns.items()
+        for name, policy in policies.items()
     }
-    table = Table(title=f"{len(trace)} steps, {len(trace.units)} units", title_justify="left")
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
-    for key, (label, form) in ROWS.items():
-        table.add_row(label, *(form.format(summary[key]) for summary in results.values()))
-    console.print(table)
+    if not log.ours:
+        for note in log.notes:
+            console.print(visible(note), markup=False)
+    rows = [
+        [label, *(form.format(summary[key]) for summary in results.values())] for key, (label, form) in ROWS.items()
+    ]
+    console.print(table_of(f"{len(trace)} steps, {len(trace.units)} units", ["", *results], rows))
     if other != own:
         changed = {k: v for k, v in other.to_dict().items() if v != own.to_dict()[k]}
         console.print(
-            "what if: " + ", ".join(f"{k}={_short(v)} (was {_short(own.to_dict()[k])})" for k, v in changed.items())
+            "what if: " + ", ".join(f"{k}={_short(v)} (was {_short(own.to_dict()[k])})" for k, v in changed.items()),
+            markup=False,
         )
         console.print("open-loop: the recorded norms already carry what the run's own decisions did to them")
-
-
-def _flat(settings: dict) -> dict:
-    """Settings with a nested policy table lifted to the top: here alpha=2 and policy.alpha=2 mean the same."""
-    return {k: v for k, v in settings.items() if k != "policy"} | dict(settings.get("policy", {}))
 
 
 def _short(value: object) -> str:

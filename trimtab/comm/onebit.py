@@ -33,7 +33,7 @@ wants no step, and all is left alone. Every rank reads the same scales, so all d
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -44,29 +44,39 @@ from trimtab.checks import require
 from trimtab.comm.traffic import Group, all_gather, all_reduce, all_to_all
 
 SCALES = ("l2", "l1")
+GATHER = 0x0102040810204080
+"""Eight bytes of 0 or 1, the first in the lowest, times this are bits in the highest byte, the first in its lowest."""
 Device = torch.device | None
 
 
 def sign_pack(x: Tensor) -> Tensor:  # (..., n) -> (..., ceil(n / 8)) uint8
     """The signs along the last dimension, eight to a byte, the first in the lowest bit; a short byte ends in ones."""
-    bits = torch.nn.functional.pad((x >= 0).view(torch.uint8), (0, -x.shape[-1] % 8), value=1)
-    eights = bits.unflatten(-1, (bits.shape[-1] // 8, 8))
-    return (eights << _places(x.device)).sum(-1, dtype=torch.uint8)
+    bits = torch.nn.functional.pad(x >= 0, (0, -x.shape[-1] % 8), value=True)
+    words = bits.contiguous().view(torch.int64)  # eight bytes of 0 or 1; the product gathers them in the highest
+    return (words.mul_(GATHER) >> 56).to(torch.uint8)
 
 
-def sign_unpack(packed: Tensor, n: int) -> Tensor:  # (..., ceil(n / 8)) uint8 -> (..., n) bool
-    """What was packed: True for +1, False for -1."""
-    bits = (packed.unsqueeze(-1) >> _places(packed.device)) & 1
-    return bits.flatten(-2)[..., :n].bool()
+def sign_unpack(packed: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:  # (..., ceil(n / 8)) -> (..., n)
+    """What was packed, as numbers: +1 or -1."""
+    return _signs(packed.device, dtype)[packed.int()].flatten(-2)[..., :n]
 
 
-def _places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+@lru_cache(maxsize=16)
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:  # (256, 8)
+    """The eight signs of every byte."""
+    return ((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).mul(2).sub(1).to(device, dtype)
 
 
-def signed(positive: Tensor, scale: Tensor) -> Tensor:
-    """The value of C: plus the scale where `positive`, else minus it."""
-    return (positive.to(torch.int8) * 2 - 1) * scale
+def scaled_(pieces: Sequence[Tensor], scales: Tensor) -> None:  # K pieces, (K,)
+    """Multiply each piece by its scale."""
+    for piece, scale in zip(pieces, scales.unbind(), strict=True):
+        piece.mul_(scale)
+
+
+def leave_(errors: Sequence[Tensor], values: Sequence[Tensor], scales: Tensor, live: Tensor) -> None:
+    """What C leaves out of each value becomes its error, where the tensor is live."""
+    for error, value, scale, is_live in zip(errors, values, scales.unbind(), live.unbind(), strict=True):
+        error.copy_(torch.where(is_live, value - torch.where(value >= 0, scale, -scale), error))
 
 
 @dataclass(frozen=True)
@@ -110,19 +120,17 @@ class Layout:
         numbers = scales.view(torch.uint8).expand(self.num_ranks, -1)
         return torch.cat([*(piece.view(self.num_ranks, -1) for piece in pieces), numbers], dim=1)
 
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # (N, row_bytes) -> (N, sum of chunks), (N, K)
-        """The signs and scales on the rows of N ranks."""
+    def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What C made on the rows of N ranks (N, sum of chunks), and its scales as they were sent (N, K)."""
         packed, numbers = rows.split([sum(self.chunks) // 8, 4 * len(self.sizes)], dim=1)
-        return sign_unpack(packed, sum(self.chunks)), numbers.contiguous().view(torch.float32)
+        values, scales = sign_unpack(packed, sum(self.chunks), dtype), numbers.contiguous().view(torch.float32)
+        for value, scale in zip(values, scales.abs().to(dtype), strict=True):
+            scaled_(value.split(self.chunks), scale)
+        return values, scales
 
     def flat(self, rows: Tensor) -> Tensor:  # (N, sum of chunks) -> (total,)
         """The flat buffer of which row j is what rank j serves."""
         return torch.cat([part.reshape(-1) for part in rows.split(self.chunks, dim=1)])
-
-
-def spread(numbers: Tensor, counts: Sequence[int]) -> Tensor:  # (..., K) -> (..., sum of counts)
-    """Each number as many times as its tensor has elements."""
-    return torch.cat([one.expand(*one.shape[:-1], n) for one, n in zip(numbers.split(1, -1), counts, strict=True)], -1)
 
 
 def scales_of(pieces: Sequence[Tensor], counts: Sequence[int], scale: str) -> Tensor:  # (K,) float32
@@ -200,22 +208,18 @@ def onebit_mean(
     received, replies = torch.empty_like(rows), torch.empty_like(rows)
     all_to_all(received, rows, group)
 
-    signs, theirs = layout.read(received)
-    y = signed(signs, spread(theirs.abs().to(z.dtype), layout.chunks)).mean(0) + server_err
+    values, theirs = layout.read(received, z.dtype)
+    y = values.mean(0).add_(server_err)
     clear_padding_(y, layout.chunks, parts)
     served = scales_of(y.split(layout.chunks), parts, scale)
     served = torch.where(theirs.signbit().all(0), -served, served)
     all_gather(replies.view(-1), torch.cat([sign_pack(y), served.view(torch.uint8)]), group)
 
-    signs, final = layout.read(replies)
-    mean = layout.flat(signed(signs, spread(final.abs().to(z.dtype), layout.chunks)))
+    values, final = layout.read(replies, z.dtype)
+    mean = layout.flat(values)
     live = ~final[0].signbit() & final.isfinite().all()
-
-    for error, value, scales, spans, counts in (
-        (worker_err, z, mine, layout.spans, layout.sizes),
-        (server_err, y, served, layout.chunks, parts),
-    ):
-        left = value - signed(value >= 0, spread(scales.abs().to(z.dtype), spans))
-        clear_padding_(left, spans, counts)
-        error.copy_(torch.where(spread(live, spans), left, error))
+    leave_(layout.views(worker_err), layout.views(z), mine.abs().to(z.dtype), live)
+    ours, chunks = server_err.split(layout.chunks), y.split(layout.chunks)
+    real = [[piece[:n] for piece, n in zip(pieces, parts, strict=True)] for pieces in (ours, chunks)]
+    leave_(*real, served.abs().to(z.dtype), live)
     return mean, live

@@ -175,7 +175,7 @@ def _watched(model: nn.Module, unit: Grouping) -> tuple[Unit, ...]:
         for path, module in modules.items()
         if module is not head
         and not isinstance(module, nn.Embedding)
-        and any(p.requires_grad and p.dim() >= 2 for p in module.parameters(recurse=False))
+        and any(p.requires_grad and _num_dims(p) >= 2 for p in module.parameters(recurse=False))
     ]
     units = []
     for name, paths in group(owners, unit).items():
@@ -185,6 +185,11 @@ def _watched(model: nn.Module, unit: Grouping) -> tuple[Unit, ...]:
         roots = roots_of(name, paths, modules, unit)
         units.append(Unit(name, trainable(roots), None, tuple(modules[path] for path in paths)))
     return tuple(units)
+
+
+def _num_dims(p: nn.Parameter) -> int:
+    """Of the whole parameter: ZeRO-3 leaves an empty one, with its shape beside it."""
+    return len(getattr(p, "ds_shape", p.shape))
 
 
 def _watchable(model: nn.Module) -> Iterator[Unit]:
