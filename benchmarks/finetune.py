@@ -179,16 +179,17 @@ def main() -> None:
     parser.add_argument("--score-batch", type=int, default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", choices=("auto", "emulated", "real"), help="of the recipe int8")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0 on")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--plain-only", action="store_true", help="leave the stress recipe out")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-finetune"), help="the run folders")
     parser.add_argument("--name", default="finetune", help="of the result file")
     args = parser.parse_args()
-    args.out, seeds = args.out.resolve(), range(args.seeds)
+    args.out, seeds = args.out.resolve(), range(args.first, args.first + args.seeds)
     for seed in seeds:
         for arm, settings in arms(args, seed).items():
             run_arm(args, arm, settings)
-    names = list(arms(args, 0))
+    names = list(arms(args, args.first))
     scores = {arm: read_scores(args, arm, seeds) for arm in names}
     promotion = {arm: round(float(np.mean([promoted(folder(args, arm, seed)) for seed in seeds])), 4) for arm in names}
     tables = {f"scored on {path}": table_of(scores, path, promotion) for path in ("high", "low")}

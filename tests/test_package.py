@@ -30,6 +30,7 @@ NAMES = [
     "running",
     "Recipe",
     "Path",
+    "doctor",
     "TrimtabError",
     "NonFiniteError",
     "NoEffectWarning",

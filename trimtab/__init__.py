@@ -38,6 +38,7 @@ _HOMES = {
     "Recipe": "trimtab.linear.paths",
     "Path": "trimtab.linear.paths",
     # what goes wrong
+    "doctor": "trimtab.lab.doctor",
     "TrimtabError": "trimtab.errors",
     "NonFiniteError": "trimtab.errors",
     "NoEffectWarning": "trimtab.errors",
@@ -57,6 +58,7 @@ __all__ = [
     "TrimtabError",
     "__version__",
     "convert_",
+    "doctor",
     "replay",
     "revert_",
     "running",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from trimtab.errors import NoEffectWarning as NoEffectWarning
     from trimtab.errors import NonFiniteError as NonFiniteError
     from trimtab.errors import TrimtabError as TrimtabError
+    from trimtab.lab.doctor import doctor as doctor
     from trimtab.linear.convert import convert_ as convert_
     from trimtab.linear.convert import revert_ as revert_
     from trimtab.linear.paths import Path as Path

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from trimtab.control.policy import Policy
+from trimtab.report.compare import compare, write_comparison
+from trimtab.report.imports import read_log
 from trimtab.report.page import write_page
+from trimtab.report.whatif import grid_of, whatif, write_sweep_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -189,6 +192,72 @@ def test_the_colour_scheme_may_change_while_the_page_is_open(browser: Any, page:
     media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     wait(lambda: shown.ask(colour) != light)
+
+
+@pytest.fixture(name="others", scope="module")
+def _others(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Any]) -> dict[str, Path]:
+    """The page that compares three runs, and that of a sweep; names as bad as they come."""
+    folder = tmp_path_factory.mktemp("several")
+    units = [EVIL, *(f"blocks.{i}" for i in range(7))]
+    names = [EVIL, "b%{x}<b>" + "long_" * 40, "c"]
+    for seed, name in enumerate(names):
+        faults = ((2, 100, 10, 9.0), (3, 150, 1, np.nan))
+        policy = Policy(max_high=2, alpha=1.5, beta=2.0, warmup_steps=10)
+        make_run(
+            folder / str(seed), steps=200, units=units, faults=faults, policy=policy, seed=seed, config={"name": name}
+        )
+    metrics = folder / "0" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[99] |= {"loss": 30.0, "events": [{"kind": "high"}, {"kind": EVIL}]}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = whatif(read_log(folder / "0"), grid_of(Policy(max_high=2)))
+    compared = compare([folder / str(seed) for seed in range(3)])
+    return {"compare": write_comparison(compared), "sweep": write_sweep_page(found, folder / "sweep.html")}
+
+
+FIGURES = {"compare": ["losses", "promotion", "events"], "sweep": ["policies-plot", "fires"]}
+SECTIONS = {"compare": ["table", "settings"], "sweep": ["policies", "facts"]}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("kind", ["compare", "sweep"])
+def test_pages_of_several_are_in_shape_too(
+    browser: Any, others: dict[str, Path], kind: str, width: int, scheme: str
+) -> None:
+    shown = Shown(browser, others[kind], width, scheme)
+    assert shown.ask("document.documentElement.dataset.ready") == "1"
+    for name in ("verdict", "figures", "limits", *FIGURES[kind], *SECTIONS[kind]):
+        box = shown.ask("document.getElementById(arguments[0]).getBoundingClientRect()", name)
+        assert box["width"] > 200, name
+        assert box["height"] > 10, name
+        assert box["right"] <= width, name
+    for name in FIGURES[kind]:
+        box = shown.ask(f"document.querySelector('#plot-{name} svg.main-svg').getBoundingClientRect()")
+        assert box["width"] > 300, name
+        assert box["height"] > 200, name
+    assert shown.ask("document.documentElement.scrollWidth") == width
+    shade = shown.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (sum(shade) > 600) == (scheme == "light")
+    assert shown.ask("document.querySelectorAll('img').length") == 0
+    assert shown.complaints() == []
+    assert shown.requests() == ["file"]
+
+
+def test_runs_keep_their_colours_and_names_in_every_figure(browser: Any, others: dict[str, Path]) -> None:
+    shown = Shown(browser, others["compare"], 1400, "light")
+    legend = "[...document.querySelectorAll('#plot-{} .legendtext')].map(t => t.textContent)"
+    names = shown.ask(legend.format("losses"))
+    assert names == shown.ask(legend.format("promotion"))
+    assert (names[0], names[2]) == (EVIL, "c")
+    line = "[...document.querySelectorAll('#plot-{} .scatterlayer .js-line')].map(t => t.style.stroke)"
+    colours = shown.ask(line.format("losses"))
+    assert len(set(colours)) == 3
+    assert colours == shown.ask(line.format("promotion"))
+    light = shown.ask("document.querySelector('#plot-losses .ytick text').style.fill")
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    wait(lambda: shown.ask("document.querySelector('#plot-losses .ytick text').style.fill") != light)
 
 
 def wait(holds: Callable[[], bool]) -> None:

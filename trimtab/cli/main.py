@@ -4,14 +4,17 @@
     trimtab train     train a small model under control, into a run folder
     trimtab finetune  fine-tune a pretrained model in INT8 under control
     trimtab demo      see control at work, in a few minutes
+    trimtab watch     a page on this machine that shows runs while they go on
     trimtab report    one HTML page about a run, or about several side by side
     trimtab replay    what another policy would have decided on a run's norms
     trimtab sweep     what a grid of policies would have decided, and which to try
     trimtab postmortem  where a run's loss left its range, and what its norms did before
+    trimtab export    what a run says to keep high, for torchao, Transformer Engine or Megatron
     trimtab evaluate  the held-out loss of a run's model, and what is left of it in few bits
     trimtab bench     arms against each other over seeds: a suite, a table, a page
     trimtab diagnose  which units low precision hurts, without training
     trimtab quantize  a pretrained model in 2 to 4 bits, retrained block by block
+    trimtab doctor    known traps of a model, a recipe and this machine, with remedies
     trimtab env       versions, machine, resolved settings
 
 Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 130 interrupted. Nothing heavy is imported before a
@@ -77,8 +80,10 @@ def _app(typer):
         bench,
         demo,
         diagnose,
+        doctor,
         env,
         evaluate,
+        export,
         finetune,
         postmortem,
         quantize,
@@ -86,6 +91,7 @@ def _app(typer):
         report,
         sweep,
         train,
+        watch,
     )
 
     app = typer.Typer(
@@ -95,7 +101,24 @@ def _app(typer):
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for verb in (train, finetune, demo, report, replay, sweep, postmortem, evaluate, bench, diagnose, quantize, env):
+    verbs = (
+        train,
+        finetune,
+        demo,
+        watch,
+        report,
+        replay,
+        sweep,
+        postmortem,
+        export,
+        evaluate,
+        bench,
+        diagnose,
+        quantize,
+        doctor,
+        env,
+    )
+    for verb in verbs:
         app.command(name=verb.__name__.rsplit(".", 1)[1])(verb.run)
     return app
 

@@ -39,7 +39,7 @@ def run(
     is open-loop: in the run, a unit that went high changed the norms that followed.
     """
     from trimtab.cli.console import console
-    from trimtab.cli.logs import policy_of, table_of
+    from trimtab.cli.logs import none_yet, policy_of, table_of
     from trimtab.control.policy import Policy
     from trimtab.control.replay import replay
     from trimtab.errors import TrimtabError
@@ -49,11 +49,7 @@ def run(
 
     log = read_log(*files, columns=columns or (), loss=loss, step=step)
     if not log.rows:
-        raise TrimtabError(
-            f"{files[0]} holds no step yet: let the run go on for a while"
-            if log.ours
-            else f"a replay needs gradient norms, and {files[0]} has none: give a run folder, or name them with --columns"
-        )
+        raise TrimtabError(none_yet(log, files[0]))
     trace = log.trace()
     own, other = policy_of(log, set_ or ())
     if calibrate is not None:

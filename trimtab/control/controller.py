@@ -58,7 +58,7 @@ from trimtab.control.state import (
 )
 from trimtab.control.tally import Tally
 from trimtab.control.units import Grouping, Unit, gather_units, trainable
-from trimtab.control.values import Event, Plan, Reading
+from trimtab.control.values import Event, Plan, Reading, Risk
 from trimtab.control.waiting import skip_flag
 from trimtab.errors import NonFiniteError, TrimtabError
 
@@ -71,7 +71,7 @@ class RecorderLike(Protocol):
     """What the controller asks of a recorder (`trimtab.Recorder` is one).
 
     `columns` and `detector` are passed only where there is more than GNMR and its norms, `quotas` only where stages
-    have budgets of their own.
+    have budgets of their own, and `risk` (a `Risk` of this pass) only to a recorder whose `wants_risk` is true.
     """
 
     def open_trace(
@@ -352,7 +352,11 @@ class Controller:
         self._tally.add_later(verdict, ran[None] if self.mode == "act" else None)
         if self._recorder is not None:
             told = [event.to_dict() for event in events]
-            more = {"columns": {name: reading.columns[name] for name in self._sensors}} if self._sensors else {}
+            more: dict[str, Any] = {}
+            if self._sensors:
+                more["columns"] = {name: reading.columns[name] for name in self._sensors}
+            if getattr(self._recorder, "wants_risk", False):
+                more["risk"] = Risk(*(column[0] for column in verdict.risk))
             self._recorder.observe(self.plan.step, reading.norm, reading.seen, ran, reading.total, told, **more)
         for event in events:
             told_here = self._ranks is None or self._ranks.is_first  # all ranks would say the same

@@ -91,7 +91,7 @@ def convert_(
     if not isinstance(recipe, Recipe):
         recipe = build(recipe)
     modules = bare_modules(model)
-    found, skipped = _candidates(model, modules, filter_fn, head)
+    found, skipped = candidates(model, modules, filter_fn, head)
     by_unit_path = {_unit_path(path): path for path in found}
     grouped = group(by_unit_path, unit)
     units = {name: tuple(by_unit_path[p] for p in paths) for name, paths in grouped.items()}
@@ -138,7 +138,7 @@ def _unit_path(path: str) -> str:
     return path.removesuffix(".base_layer")
 
 
-def _candidates(
+def candidates(
     model: nn.Module, modules: dict[str, nn.Module], filter_fn: FilterFn | None, head: nn.Module | str | None
 ) -> tuple[list[str], dict[str, str]]:
     """The paths of the linears to convert, and of those to skip with their reasons."""

@@ -108,6 +108,8 @@ def _kind(cast: Cast) -> str:
 
 def _lacks(device: torch.device, tiled: bool) -> str | None:
     """Why a device has no FP8 matrix units, or none with a scale per 128 numbers; None if it has."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda")  # where a model that has no memory yet is going to be
     if device.type != "cuda":
         return f"real kernels need a CUDA device, got {device.type}"
     major, minor = torch.cuda.get_device_capability(device)

@@ -22,7 +22,8 @@ import numpy as np
 
 from trimtab.control.record import REPORT, TRACE
 from trimtab.report import parts
-from trimtab.report.assets import asset, scripts
+from trimtab.report.assets import asset, scripts, write
+from trimtab.report.names import visible
 from trimtab.report.passes import CAUSES, DecisionsLike, Passes, given, passes, replayed, rules_of
 from trimtab.report.pool import Pool, curve
 from trimtab.report.read import Run, Scan, Trace, iter_trace, read_run, scan_trace
@@ -41,9 +42,7 @@ def write_page(run_folder: str | Path, out: str | Path | None = None) -> Path:
     run = read_run(run_folder, with_trace=False)
     text = render(run)
     path = run.folder / REPORT if out is None else Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write(text, path)
 
 
 def render(run: Run, decisions: DecisionsLike | None = None) -> str:
@@ -53,16 +52,7 @@ def render(run: Run, decisions: DecisionsLike | None = None) -> str:
         run: with its trace in memory, or without: then the trace is streamed from the run's folder.
         decisions: what `trimtab.replay` gave for this trace; computed block by block if not given.
     """
-    scan, blocks = _open(run, decisions)
-    counts, pool = Counts(None, None, run.config), None
-    if scan is not None and scan.header.units:
-        rules = rules_of(scan.header, acted=scan.acted)
-        counts = Counts(scan.header, rules, run.config)
-        pool = Pool(len(scan.header.units), scan.first_step, scan.last_step) if scan.rows else None
-        pairs = replayed(rules, blocks()) if decisions is None else given(rules, next(iter(blocks())), decisions)
-        for block in passes(rules, pairs):
-            _feed(counts, pool, block)
-    summary = counts.summary(run)
+    scan, pool, summary = survey(run, decisions)
     data = _data(run, scan, pool, summary)
     html = {
         "title": parts.text(f"{run.name} - trimtab report"),
@@ -79,6 +69,20 @@ def render(run: Run, decisions: DecisionsLike | None = None) -> str:
         "scripts": scripts(data, "page.js"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda m: html[m.group(1)], asset("template.html"))
+
+
+def survey(run: Run, decisions: DecisionsLike | None = None) -> tuple[Scan | None, Pool | None, Summary]:
+    """One walk through a run: what its trace holds, its pooled matrices, its numbers."""
+    scan, blocks = _open(run, decisions)
+    counts, pool = Counts(None, None, run.config), None
+    if scan is not None and scan.header.units:
+        rules = rules_of(scan.header, acted=scan.acted)
+        counts = Counts(scan.header, rules, run.config)
+        pool = Pool(len(scan.header.units), scan.first_step, scan.last_step) if scan.rows else None
+        pairs = replayed(rules, blocks()) if decisions is None else given(rules, next(iter(blocks())), decisions)
+        for block in passes(rules, pairs):
+            _feed(counts, pool, block)
+    return scan, pool, counts.summary(run)
 
 
 def _open(run: Run, decisions: DecisionsLike | None) -> tuple[Scan | None, Callable[[], Iterable[Trace]]]:
@@ -103,7 +107,7 @@ def _feed(counts: Counts, pool: Pool | None, block: Passes) -> None:
 
 def _data(run: Run, scan: Scan | None, pool: Pool | None, summary: Summary) -> dict[str, Any]:
     """Everything the page's script draws."""
-    loss = _loss_data(run)
+    loss = loss_data(run)
     ends = [x for series in (loss["train"], *loss["evals"]) if series for x in (series["x"][0], series["x"][-1])]
     ends += loss["nonfinite"][:1] + loss["nonfinite"][-1:]
     if scan is not None and scan.rows:
@@ -117,14 +121,14 @@ def _data(run: Run, scan: Scan | None, pool: Pool | None, summary: Summary) -> d
         place = {unit: index for index, unit in enumerate(shown)}
         for figure in (heat, time):
             figure["units"] = [place[unit] for unit in figure["units"]]
-        data |= {"units": [scan.header.units[unit] for unit in shown], "heat": heat, "time": time}
+        data |= {"units": [visible(scan.header.units[unit]) for unit in shown], "heat": heat, "time": time}
         data |= {"first": pool.first, "width": pool.width}
         data |= {"high": pool.num_high.tolist(), "asked": pool.num_asked.tolist()}
         data |= {"max_high": summary.max_high, "acted": summary.acted, "last": scan.last_step}
     return data
 
 
-def _loss_data(run: Run) -> dict[str, Any]:
+def loss_data(run: Run) -> dict[str, Any]:
     """Curves of the training loss and of every evaluation, and where the loss was not finite."""
     steps, values = run.column("loss")
     fine = np.isfinite(values)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trimtab.report.names import visible
 from trimtab.report.passes import CAUSES
 from trimtab.report.read import Run
 from trimtab.report.summary import Offender, Summary
@@ -198,7 +199,8 @@ def _keep(s: Summary) -> str:
         says = "No unit was persistent; these had the most steps high, if some are to stay high for good."
     if len(s.keep_high) > KEEP_ROWS:
         says += f" The first {KEEP_ROWS} of {len(s.keep_high):,}."
-    names = text(json.dumps(s.keep_high[:KEEP_ROWS], indent=2, ensure_ascii=False))
+    listed = json.dumps(s.keep_high[:KEEP_ROWS], indent=2, ensure_ascii=False)
+    names = "\n".join(text(line) for line in listed.split("\n"))
     box = f'<div class="keep"><pre id="keep-list">{names}</pre><button type="button" id="copy">Copy</button></div>'
     return f'<section id="keep"><h2>Keep high</h2><p class="note">{text(says)}</p>{box}</section>'
 
@@ -257,7 +259,8 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def text(value: object) -> str:
-    return html.escape(str(value), quote=True).replace(" %", "&nbsp;%")
+    """Text for HTML: escaped, and every character of it visible."""
+    return html.escape(visible(str(value)), quote=True).replace(" %", "&nbsp;%")
 
 
 def _digits(value: float | None) -> str:

@@ -46,6 +46,16 @@ def curve(x: NDArray, y: NDArray[np.float64], points: int = MAX_COLUMNS) -> tupl
     return x[index], y[index]
 
 
+def encode(ratio: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """Ratios as one byte each; -inf says that there was no gradient, inf that it was not finite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = (np.clip(np.log2(np.maximum(ratio, 0)), -SPAN, SPAN) + SPAN) * (LEVELS / (2 * SPAN))
+    codes = np.rint(np.nan_to_num(level)).astype(np.uint8)
+    codes[ratio == np.inf] = CODE_NONFINITE
+    codes[ratio == -np.inf] = CODE_UNSEEN
+    return codes
+
+
 class Pool:
     """The matrices of a run, max-pooled into columns of equal numbers of steps."""
 
@@ -82,14 +92,9 @@ class Pool:
         shown = np.arange(self.ratio.shape[1])
         if len(shown) > MAX_SHOWN:
             shown = np.sort(np.argsort(-self.ratio.max(axis=0), kind="stable")[:MAX_SHOWN])
-        ratio = self.ratio[:, shown]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            level = (np.clip(np.log2(np.maximum(ratio, 0)), -SPAN, SPAN) + SPAN) * (LEVELS / (2 * SPAN))
-        codes = np.rint(np.nan_to_num(level)).astype(np.uint8)
-        codes[ratio == np.inf] = CODE_NONFINITE
-        codes[ratio == -np.inf] = CODE_UNSEEN
+        codes = encode(self.ratio[:, shown])
         data = base64.b64encode(np.ascontiguousarray(codes.T).tobytes()).decode("ascii")
-        return {"units": shown.tolist(), "columns": len(ratio), "data": data}
+        return {"units": shown.tolist(), "columns": len(codes), "data": data}
 
     def timeline(self) -> dict[str, Any]:
         """Intervals [row, first step, steps, cause code] of the units that ran high or were refused (code 0)."""

@@ -8,6 +8,7 @@ is whole. Anything else that is wrong is not a torn tail but another file, and r
     read_run(folder)      Run: run.json, metrics, trace
     read_trace(path)      Trace: the whole matrix in memory
     iter_trace(path)      the same in blocks of rows, so that memory stays bounded
+    iter_batches(path)    batch by batch as they were written, from a byte on: for a run that still goes on
     scan_trace(path)      how many rows, and whether anything ever ran high
 
 A `Trace` holds `norms` with NaN where a unit had no gradient; `seen` tells that apart from a norm that
@@ -167,27 +168,41 @@ def _slice(trace: Trace, start: int, stop: int) -> Trace:
     return replace(trace, **rows, columns={name: column[start:stop] for name, column in trace.columns.items()})
 
 
-def _batches(path: Path) -> Iterator[Trace]:
-    """The batches of a trace file, then an empty one that carries the length of the torn tail."""
-    pa = _pyarrow()
+def iter_batches(path: str | Path, offset: int = 0) -> Iterator[tuple[Trace, int]]:
+    """The header of a trace as a block of no rows, then its whole batches, each with the byte at which it ends.
+
+    A reader of a file that still grows comes back with the last byte it was given as `offset`. A file that is torn
+    inside its first message gives nothing.
+    """
+    pa, path = _pyarrow(), Path(path)
     if not path.is_file():
         raise TrimtabError(f"there is no trace at {path}: record one with Controller(..., recorder=...)")
-    size = path.stat().st_size
     with pa.OSFile(str(path)) as source:
         head = source.read(4)
         source.seek(0)
         if head != _CONTINUATION[: len(head)]:
             raise TrimtabError(f"{path} is not a trimtab trace: it is not an Arrow IPC stream")
         schema = _next_schema(pa, source, path)
-        if schema is None:  # torn inside the first message: nothing is known yet
-            yield replace(_empty(0), dropped_bytes=size)
+        if schema is None:
             return
         header = _header(pa, schema, path)
-        good = source.tell()
+        source.seek(max(offset, source.tell()))
+        yield header, source.tell()
         while (batch := _next_batch(pa, source, schema)) is not None:
-            good = source.tell()
-            yield _columns(batch, header)
-        yield replace(header, dropped_bytes=size - good)
+            yield _columns(batch, header), source.tell()
+
+
+def _batches(path: Path) -> Iterator[Trace]:
+    """The batches of a trace file, then an empty one that carries the length of the torn tail."""
+    size = path.stat().st_size if path.is_file() else 0
+    header, good = _empty(0), 0  # if it is torn inside the first message, nothing is known yet
+    for number, (block, end) in enumerate(iter_batches(path)):
+        good = end
+        if number:
+            yield block
+        else:
+            header = block
+    yield replace(header, dropped_bytes=max(size - good, 0))
 
 
 def _next_schema(pa: Any, source: Any, path: Path) -> Any:
