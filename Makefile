@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads slow a busy machine twentyfold; tests use one thread per worker.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test lint format types unit browser bench clean
+.PHONY: setup demo test lint format types unit docs browser bench clean
 
 setup: $(VENV)/.ready
 
@@ -35,6 +35,9 @@ types: setup
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 browser:
 	sh scripts/install_browser.sh
 
@@ -44,4 +47,4 @@ bench: setup
 	$(BIN)/python benchmarks/report.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
