@@ -11,9 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "trimtab").rglob("*.py"))
-ROOMS = ("comm", "control", "linear", "nn", "optim", "retrain", "lab", "report", "cli")
+ROOMS = ("comm", "control", "linear", "nn", "optim", "retrain", "lab", "report", "integrations", "cli")
 TORCH_FREE = (
     *(f"control.{name}" for name in ("judge", "decide", "advance", "policy", "tally", "replay", "values", "record")),
+    "control.sweep",
     *(f"control.{name}" for name in ("detectors", "columns", "zscore", "surprise", "sources", "estimates", "measures")),
     *("control.writers", "errors", "__init__", "lab.config", "lab.suites", "lab.intervals"),
 )
@@ -28,6 +29,7 @@ ALLOWED = {
     "retrain": ("trimtab.linear.quantize", "trimtab.linear.hadamard", "trimtab.nn"),
     "report": ("trimtab.control",),
     "lab": tuple(f"trimtab.{room}" for room in ("comm", "control", "linear", "nn", "optim", "retrain", "report")),
+    "integrations": ("trimtab.control", "trimtab.linear"),
     "cli": tuple(
         f"trimtab.{room}" for room in ("comm", "control", "linear", "nn", "optim", "retrain", "report", "lab")
     ),

@@ -24,7 +24,10 @@ from trimtab.control.replay import replay
 from trimtab.lab.config import Config, load_settings
 from trimtab.report.read import read_trace
 
-VERBS = ("train", "finetune", "bench", "diagnose", "quantize", "evaluate", "demo", "report", "replay", "env")
+VERBS = (
+    *("train", "finetune", "bench", "diagnose", "quantize", "evaluate", "demo"),
+    *("report", "replay", "sweep", "postmortem", "env"),
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

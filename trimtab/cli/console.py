@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trimtab.report.names import visible
+
 if TYPE_CHECKING:
     from trimtab.control.values import Event
     from trimtab.lab.run import Run, StepInfo
@@ -77,7 +79,7 @@ class Display:
         speed = f"{info.tokens_per_s / 1000:.1f}k" if info.tokens_per_s >= 1000 else f"{info.tokens_per_s:.0f}"
         note = f"loss {self._loss:.3f}  {speed} tok/s  {who}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=info.step, note=escape(note))
+            self._bar.update(self._task, completed=info.step, note=escape(visible(note)))
         elif time.monotonic() >= self._due or info.step == self._steps:
             self._due = time.monotonic() + LINE_SECONDS
             pace = (time.monotonic() - self._began) / (info.step - self._first)
@@ -96,7 +98,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
-        console.print(escape(text))
+        console.print(escape(visible(text)))
         if not console.is_terminal:
             sys.stdout.flush()
 
