@@ -105,7 +105,7 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in ("comm", "control", "lab", "linear", "nn", "optim", "report", "retrain"):
+    if name in ("comm", "control", "integrations", "lab", "linear", "nn", "optim", "report", "retrain"):
         return importlib.import_module(f"trimtab.{name}")
     raise AttributeError(f"module 'trimtab' has no attribute {name!r}; it has {', '.join(__all__)}")
 

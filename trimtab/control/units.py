@@ -122,6 +122,11 @@ def gather_units(
         found = tuple(ready)
     else:
         found = find_units(model, units)  # pyright: ignore[reportArgumentType]
+    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for unit in found for p in unit.parameters):
+        raise TrimtabError(
+            "norms are read from p.grad, got a model of DeepSpeed's ZeRO, which leaves it empty: use "
+            "trimtab.integrations.deepspeed.ZeroController(engine)"
+        )
     if not found:
         raise TrimtabError("the model has no unit to watch: it needs at least one module with a trainable matrix")
     if mode == "act" and not any(unit.recoverable for unit in found):
