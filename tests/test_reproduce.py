@@ -167,10 +167,13 @@ def test_a_benchmark_of_the_page_exists_with_these_options(command: str) -> None
     tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "add_argument"]
     flags = {n.args[0].value: any(k.arg == "action" for k in n.keywords) for n in calls}
+    several = {n.args[0].value for n in calls if any(k.arg == "nargs" for k in n.keywords)}
     while args:
         flag = args.pop(0)
         assert flag in flags
         value = None if flags[flag] else args.pop(0)
+        while flag in several and args and not args[0].startswith("--"):
+            args.pop(0)
         if flag == "--arms":
             assert {arm.replace("/", ", ") for arm in value.split(",")} <= keys(tree, "ARMS")
 
