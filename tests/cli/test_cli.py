@@ -27,6 +27,7 @@ from trimtab.report.read import read_trace
 VERBS = (
     *("train", "finetune", "bench", "diagnose", "quantize", "evaluate", "demo"),
     *("report", "replay", "sweep", "postmortem", "env"),
+    *("watch", "doctor", "export"),
 )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trimtab.checks import check_adam, is_whole, require
+from trimtab.comm.onebit import put_
 from trimtab.comm.traffic import Group, all_reduce
 from trimtab.shards import is_dtensor
 
@@ -109,8 +110,8 @@ def frozen_(
     moved = torch._foreach_mul([p.to(den.dtype) for p, den in zip(params, dens, strict=True)], keeps)
     torch._foreach_addcdiv_(moved, list(means), dens, [-rate for rate in rates])
     for p, state, mean, new, alive in zip(params, states, means, moved, live.unbind(), strict=True):
-        p.copy_(torch.where(alive, new.to(p.dtype), p))
-        state["exp_avg"].copy_(torch.where(alive, mean, state["exp_avg"]))
+        put_(p, new, alive)
+        put_(state["exp_avg"], mean, alive)
 
 
 def limit_of(group: dict[str, Any]) -> int | None:
