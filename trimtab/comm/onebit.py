@@ -230,6 +230,6 @@ def onebit_mean(
     live = ~final[0].signbit() & final.isfinite().all()
     leave_(layout.views(worker_err), layout.views(z), mine.abs().to(z.dtype), live)
     ours, chunks = server_err.split(layout.chunks), y.split(layout.chunks)
-    real = [[piece[:n] for piece, n in zip(pieces, parts, strict=True)] for pieces in (ours, chunks)]
-    leave_(*real, served.abs().to(z.dtype), live)
+    ours, chunks = ([piece[:n] for piece, n in zip(pieces, parts, strict=True)] for pieces in (ours, chunks))
+    leave_(ours, chunks, served.abs().to(z.dtype), live)
     return mean, live
