@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan: a model converter, named in the TOML; no line of Python changes.
+"""torchtitan 0.2: a model converter, named in the TOML; no line of Python changes. (0.3 has neither.)
 
     [job]
     custom_config_module = "trimtab.integrations.torchtitan"       # adds the section [trimtab]
@@ -45,7 +45,7 @@ try:
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.protocols.model_converter import register_model_converter
 except ImportError as error:
-    raise missing_extra("torchtitan", "torchtitan", "trimtab.integrations.torchtitan") from error
+    raise missing_extra("torchtitan 0.2", "torchtitan", "trimtab.integrations.torchtitan") from error
 
 log = logging.getLogger(__name__)
 
