@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders to report on: made by the real recorder and the real controller arithmetic, without a model."""
+"""Run folders to report on, made by the real recorder and the real controller arithmetic; and a real browser."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,24 @@ def make_run(
 @pytest.fixture(name="make_run", scope="session")
 def _make_run() -> Any:
     return make_run
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+FLAGS += ["--disable-component-update", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"]
+
+
+@pytest.fixture(name="browser", scope="module")
+def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real one, or a reason to skip."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("chromium and chromedriver are not here: make browser")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
+    yield driver
+    driver.quit()

@@ -3,7 +3,6 @@
 quiet and on its own at every width and in both colour schemes."""
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,28 +13,9 @@ from growing import Writer
 
 from trimtab.report.live import Live
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not here: make browser"),
-]
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-FLAGS += ["--disable-component-update", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage"]
+pytestmark = pytest.mark.browser
 EVIL = "</script><img src=x onerror=alert(1)>"
 PERSISTENT = ({"kind": "persistent", "unit": "u", "message": f"{EVIL} triggered again"},)
-
-
-@pytest.fixture(name="browser", scope="module")
-def _browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=DRIVER))
-    yield driver
-    driver.quit()
 
 
 class Watched:

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.control.advance import State, advance
+from trimtab.control.advance import State
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.errors import TrimtabError
-from trimtab.report.passes import Rules, rules_of
+from trimtab.report.passes import Rules, judged, rules_of
 from trimtab.report.pool import encode
 from trimtab.report.read import Trace, iter_batches
 from trimtab.report.strip import BAD, COUNT, HIGH, LOW, SUM, Strip
@@ -174,19 +174,7 @@ class Follower:
         rules, state = self._rules, self._state
         assert rules is not None
         assert state is not None
-        if self.strip.first is None:  # a recording that starts in the middle keeps its step numbers
-            state = state._replace(step=max(int(block.steps[0]) - 1, 0))
-        verdict, self._state = advance(
-            state,
-            block.norms,
-            block.seen,
-            rules.recoverable,
-            rules.policy,
-            rules.limits,
-            rules.detector,
-            block.columns,
-            rules.quotas,
-        )
+        verdict, self._state = judged(rules, state, block, first=self.strip.first is None)
         chosen = np.concatenate([self._chosen, verdict.choice.high])
         would, self._chosen = chosen[:-1], chosen[-1:]
         self.strip.add_passes(self.tick, block.steps, verdict.risk.ratio, block.high, would)

@@ -101,23 +101,28 @@ def _detector(header: Trace) -> Detector:
         return GNMR
 
 
+def judged(rules: Rules, state: State, block: Trace, *, first: bool) -> tuple[Verdict, State]:
+    """Judge one block of a trace."""
+    if first and len(block):  # a recording that starts in the middle keeps its step numbers
+        state = state._replace(step=max(int(block.steps[0]) - 1, 0))
+    return advance(
+        state,
+        block.norms,
+        block.seen,
+        rules.recoverable,
+        rules.policy,
+        rules.limits,
+        rules.detector,
+        block.columns,
+        rules.quotas,
+    )
+
+
 def replayed(rules: Rules, blocks: Iterable[Trace]) -> Iterator[tuple[Trace, Verdict]]:
     """Judge a trace block by block."""
     state = State.fresh(rules.recoverable, rules.policy, rules.limits, rules.detector)
-    for first, block in enumerate(blocks):
-        if first == 0 and len(block):  # a recording that starts in the middle keeps its step numbers
-            state = state._replace(step=max(int(block.steps[0]) - 1, 0))
-        verdict, state = advance(
-            state,
-            block.norms,
-            block.seen,
-            rules.recoverable,
-            rules.policy,
-            rules.limits,
-            rules.detector,
-            block.columns,
-            rules.quotas,
-        )
+    for number, block in enumerate(blocks):
+        verdict, state = judged(rules, state, block, first=number == 0)
         yield block, verdict
 
 
