@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan 0.2: a model converter, named in the TOML; no line of Python changes. (0.3 has neither.)
+"""torchtitan 0.2: a model converter, named in the TOML; no line of Python changes; 0.3 has neither.
 
     [job]
     custom_config_module = "trimtab.integrations.torchtitan"       # adds the section [trimtab]
