@@ -10,6 +10,7 @@ A parameter whose norm is exactly 0 had no gradient in this step (buffers are ze
 none has any, that is an error and not a row of zeros.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from trimtab.control.values import Plan
 from trimtab.errors import TrimtabError
 
 
-class NormController(Controller):
+class NormController(Controller, ABC):
     """Observes a model by norms that a subclass finds; `norms` is all that it must define."""
 
     library: str
@@ -61,9 +62,9 @@ class NormController(Controller):
             )
         self._shadow = shadow  # alive as long as the controller
 
+    @abstractmethod
     def norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:  # (P,) float32
         """The norm of each whole parameter's gradient, un-scaled; 0 where there is none. The same on every rank."""
-        raise NotImplementedError
 
     def step(self) -> Plan:
         """Read the norms of this step and record what would be decided; between backward and the update."""
