@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads slow a busy machine twentyfold; tests use one thread per worker.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test lint format types unit docs browser bench clean
+.PHONY: setup demo test lint format types unit long docs browser bench clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,10 @@ types: setup
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+# The rounds that prove reliability: kills, poison, fuzzing, long runs; hours.
+long: setup
+	TRIMTAB_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/reliability
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

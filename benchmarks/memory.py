@@ -35,13 +35,15 @@ def kept_bytes(model: Decoder, tokens: Tensor) -> int:
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.head]
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
+    held: list[torch.UntypedStorage] = []
     inside = [0]
 
-    def keep(t: Tensor) -> Tensor:
-        place = t.untyped_storage().data_ptr()
-        if inside[0] and place not in weights:
-            seen[place] = t.untyped_storage().nbytes()
-        return t
+    def keep(t: Tensor) -> None:
+        # The memory is held, not the tensor: an output that came back from here would hold its own graph for ever.
+        storage = t.untyped_storage()
+        held.append(storage)
+        if inside[0] and storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
 
     def enter(*_: Any) -> None:
         inside[0] += 1
@@ -50,7 +52,7 @@ def kept_bytes(model: Decoder, tokens: Tensor) -> int:
         inside[0] -= 1
 
     hooks = [m.register_forward_pre_hook(enter) for m in linears] + [m.register_forward_hook(leave) for m in linears]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda _: torch.empty(0)):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
     for hook in hooks:
         hook.remove()
@@ -68,6 +70,7 @@ def measure(name: str, recipe: str | None, path: str, batch: int, device: str) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     tokens = torch.randint(0, model.config.vocab_size, (batch, model.config.max_seq + 1), device=device)
     found: dict[str, float] = {}
+    started = 0.0
     with trimtab.running(model, path):
         found["kept_mb"] = round(kept_bytes(model, tokens) / 1e6, 2)
         for turn in range(6):

@@ -4,11 +4,17 @@
     python benchmarks/overhead.py [--rounds 400] [--steps 1] [--model micro] [--device cuda]
     python benchmarks/overhead.py --model tiny --batch 8 --detectors gnmr,source,gap,update,jacobian,snr
 
-All arms run the same converted FP8 model on the low path, on the same batches. `plain` has no controller;
-`control` reads norms, judges and decides; `control+record` also writes the trace and a metrics line per step;
-`item` is what peers do instead: one `.item()` per parameter, and no decision at all. A step varies more than
-the controller costs, so its own call is timed as well (`call_ms`). With `--detectors` each is an arm instead: what
-its sensors cost is in the step, not in the call.
+All arms run the same converted FP8 model on the low path, on the same batches.
+
+    plain            nobody watches
+    control          norms are read, judged and decided upon
+    control+record   and the trace and a metrics line are written in every step
+    item             what peers do instead: one `.item()` per parameter, and no decision
+    histograms       what `wandb.watch(model, log_freq=1)` does: a histogram of 64 bins per parameter; nothing is sent
+
+A step varies more than watching costs, so on a CPU, where nothing runs behind the host's back, what comes between
+backward and update is timed as well (`call_ms`). With `--detectors` each is an arm instead: what its sensors cost is in
+the step, not in the call.
 """
 
 import argparse
@@ -26,8 +32,30 @@ from trimtab import Controller, Policy, Recorder, convert_
 from trimtab.lab.data import Sampler, load_corpus
 from trimtab.lab.model import Decoder, ModelConfig
 
+Hook = Callable[[], object]
 
-def arm(size: str, batch: int, device: str, after_backward: Callable[[nn.Module], Callable[[], object]], steps: int):
+
+def items(model: nn.Module) -> Hook:
+    """Every norm by itself, and a wait for each."""
+    return lambda: [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
+
+
+def histograms(model: nn.Module) -> Hook:
+    """Every gradient as 64 counts between its extremes, on the host."""
+
+    def watch() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                flat = parameter.grad.reshape(-1)
+                least, most = flat.min().item(), flat.max().item()
+                flat.histc(64, least, most).tolist()
+
+    return watch
+
+
+def arm(
+    size: str, batch: int, device: str, after_backward: Callable[[nn.Module], Hook], steps: int, calls: list[float]
+) -> Callable[[], float]:
     """A model and optimizer of its own; each call trains a few steps and returns the seconds per step."""
     corpus = load_corpus()
     model = Decoder(ModelConfig.size(size, vocab_size=256), seed=0).to(device)
@@ -42,7 +70,9 @@ def arm(size: str, batch: int, device: str, after_backward: Callable[[nn.Module]
             position[0] += 1
             inputs, targets = sampler.batch_at(position[0])
             model(inputs.to(device), targets.to(device)).loss.backward()
+            before = time.perf_counter()
             hook()
+            calls.append(time.perf_counter() - before)
             optimizer.step()
             optimizer.zero_grad()
         if device == "cuda":
@@ -64,44 +94,34 @@ def main() -> None:
     args = parser.parse_args()
     policy = Policy(max_high=0, warmup_steps=10)  # nobody goes high: only the controller's own cost is measured
 
-    costs: list[float] = []
-
-    def control(model: nn.Module) -> Callable[[], object]:
-        controller = Controller(model, policy)
-
-        def hook() -> None:
-            controller.step()
-            costs.append(controller.seconds)
-
-        return hook
-
-    def judge(detector: str) -> Callable[[nn.Module], Callable[[], object]]:
+    def judge(detector: str) -> Callable[[nn.Module], Hook]:
         return lambda model: Controller(model, policy, detector=detector).step
 
-    def items(model: nn.Module) -> Callable[[], object]:
-        return lambda: [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
-
     with tempfile.TemporaryDirectory() as folder:
-        hooks: dict[str, Callable[[nn.Module], Callable[[], object]]] = {
+        hooks: dict[str, Callable[[nn.Module], Hook]] = {
             "plain": lambda model: lambda: None,
-            "control": control,
+            "control": lambda model: Controller(model, policy).step,
             "control+record": lambda model: Controller(model, policy, recorder=Recorder(Path(folder) / "run")).step,
             "item": items,
+            "histograms": histograms,
         }
         if args.detectors:
             judges = args.detectors.split(",")
             hooks = {"plain": hooks["plain"]} | {name: judge(name) for name in judges}
-        arms = {name: arm(args.model, args.batch, args.device, hook, args.steps) for name, hook in hooks.items()}
+        calls: dict[str, list[float]] = {name: [] for name in hooks}
+        arms = {
+            name: arm(args.model, args.batch, args.device, hook, args.steps, calls[name])
+            for name, hook in hooks.items()
+        }
         for run in arms.values():
             run()  # warm up
         table = against(interleave(arms, args.rounds), "plain")
-    if args.detectors:
-        details = {"rounds": args.rounds, "steps": args.steps, "batch": args.batch, "seed": 0}
-        save(f"detectors_{args.device}_{args.model}", table, **details)
-        return
-    table["control"]["call_ms"] = round(1000 * statistics.median(costs), 4)
-    table["control"]["call_share"] = round(1000 * statistics.median(costs) / table["plain"]["ms"], 5)
-    save(f"overhead_{args.device}_{args.model}", table, rounds=args.rounds, steps=args.steps, batch=args.batch, seed=0)
+    if args.device == "cpu":
+        for name, row in table.items():
+            row["call_ms"] = round(1000 * statistics.median(calls[name]), 4)
+            row["call_share"] = round(row["call_ms"] / table["plain"]["ms"], 5)
+    kind = "detectors" if args.detectors else "overhead"
+    save(f"{kind}_{args.device}_{args.model}", table, rounds=args.rounds, steps=args.steps, batch=args.batch, seed=0)
 
 
 if __name__ == "__main__":

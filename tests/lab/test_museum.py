@@ -118,7 +118,7 @@ def test_scales_after_the_resume_are_those_of_the_early_step_or_none(text: Path)
 def fill(run: Run, amax: float) -> None:
     for module in switch_linears(run.model):
         for operand in module.memory.histories:
-            module.memory.push(operand, torch.tensor(amax))
+            module.memory.past_amax(operand, torch.tensor(amax), remember=True)
 
 
 def test_a_stuck_scale_flushes_the_gradients_that_enter_from_no_residual(text: Path) -> None:

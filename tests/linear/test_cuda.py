@@ -2,13 +2,15 @@
 """The emulation on a GPU: the quantizer has the same bits there, and every recipe runs."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from trimtab.linear import FORMATS, RECIPES, convert_, fake_quant
+from trimtab.linear import FORMATS, RECIPES, Recipe, convert_, fake_quant
 from trimtab.linear.hadamard import fixed_signs, rotate
+from trimtab.linear.state import PathState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,3 +100,17 @@ def test_the_plain_high_path_is_bit_equal_on_the_gpu():
     assert torch.equal(plain.weight.grad, model[0].weight.grad)
     assert torch.equal(plain.bias.grad, model[0].bias.grad)
     assert model[0].memory.histories["grad_output"].is_cuda
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "int8_static"])
+def test_the_history_of_delayed_scaling_is_the_same_on_both_devices(recipe):
+    here, there = PathState(Recipe.named(recipe)), PathState(Recipe.named(recipe))
+    operand = next(iter(here.histories))
+    amaxes = [0.0, 1.5, math.nan, 2.0, math.inf, 0.25, 1e-30, 7.0] * 3
+    for step, amax in enumerate(amaxes):
+        current, remember = torch.tensor(amax), step % 5 != 3
+        expected = here.past_amax(operand, current, remember=remember)
+        found = there.past_amax(operand, current.cuda(), remember=remember).cpu()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(there.histories[operand].cpu(), here.histories[operand])
+    assert there.counts == here.counts

@@ -155,8 +155,9 @@ class Observer:
         grads = self._gradients()
         if self._piece is _shard:
             grads = [local(g) if is_dtensor(g) else g for g in grads]
-        for (device, _), kind in by_kind(grads).items():
-            torch._foreach_mul_([grads[i] for i in kind], scale.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        for (device, dtype), kind in by_kind(grads).items():
+            factor = scale.to(device, dtype)  # of another type it would not be one launch for all
+            torch._foreach_mul_([grads[i] for i in kind], factor)  # pyright: ignore[reportPrivateImportUsage]
         self._clipped = True
         self._remember()  # the norms still speak of the gradient before clipping
         return total

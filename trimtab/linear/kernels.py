@@ -3,6 +3,7 @@
 
     amax_cast               to a format and back, for the emulation
     cast_both, cast_tiles   into FP8, in the layouts that matrix products need
+    past_amax               the amax of delayed scaling, and its history moved on
     pack, unpack            into codes of 4 or 8 bits, and back
 
 The usual cast of the emulation is: scale by amax, round to nearest, scale back.
@@ -48,6 +49,8 @@ WIDEST = 16_384
 FLAT = 4096
 """Elements of a program where the whole tensor shares one scale."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Both = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
+"""Numbers and scale in each of two layouts, None where it was not asked for."""
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def _device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
-_ready: dict[tuple[Any, ...], Any] = {}
+_ready: dict[tuple[Any, ...], "_Launch"] = {}
 """What `cast_both` has launched before, by all that Triton makes a binary for: types, numbers, alignments. Triton
 itself looks at every argument of every launch, which takes longer than a small cast."""
 MOST = 4096
@@ -247,7 +250,7 @@ def cast_both(
     align: int,
     pow2_scale: bool = False,
     saturate: bool = True,
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+) -> Both:
     """x in few bits as it is, transposed, or both from one read, each with its scale; the inner side padded with zeros.
 
     Finite values beyond the scale saturate, others become NaN, and a non-finite amax makes the scale NaN.
@@ -255,38 +258,90 @@ def cast_both(
     Args:
         saturate: False only with the amax of this very x, which leaves nothing to saturate.
     """
-    options = {"align": align, "pow2_scale": pow2_scale, "saturate": saturate}
-    if _apart(x, all(wanted) and not fmt.is_integer):
-        first, _ = cast_both(x, fmt, dtype, amax, (True, False), **options)
-        _, second = cast_both(x, fmt, dtype, amax, (False, True), **options)
-        return first, second
-    x, amax = x if x.stride(1) == 1 else x.contiguous(), amax.contiguous()
-    num_rows, num_columns = x.shape
-    rows_pad, columns_pad = -(-num_rows // align) * align, -(-num_columns // align) * align
-    per = "tensor" if amax.dim() == 0 else "row" if amax.shape[1] == 1 else "column"
-    scale = torch.empty(() if per == "tensor" else (amax.numel(), 1), dtype=torch.float32, device=x.device)
-    rows = torch.empty((num_rows, columns_pad), dtype=dtype, device=x.device) if wanted[0] else None
-    columns = torch.empty((num_columns, rows_pad), dtype=dtype, device=x.device) if wanted[1] else None
-    height, width, warps = (4, 1024, 8) if not wanted[1] else (32, 64, 4) if wanted[0] else (32, 128, 4)  # measured
-    some = columns if rows is None else rows  # a kernel wants an address even where it writes nothing
-    args = (
-        x, amax, some if rows is None else rows, some if columns is None else columns, scale,
-        num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
-        per, wanted[0], wanted[1], fmt.is_integer, fmt.max, pow2_scale, saturate, height, width,
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if not amax.is_contiguous():
+        amax = amax.contiguous()
+    key = (
+        x.device, x.dtype, x.shape, x.stride(0), x.data_ptr() % 16, amax.dtype, amax.shape, amax.data_ptr() % 16,
+        fmt.name, dtype, wanted, align, pow2_scale, saturate,
     )  # fmt: skip
-    key = (x.device, x.dtype, dtype, amax.dtype, x.data_ptr() % 16, amax.data_ptr() % 16, wanted, args[5:])
     with _device(x):
-        launch = _ready.get(key)
-        if launch is None:
-            grid = (-(-(rows_pad if wanted[1] else num_rows) // height), -(-columns_pad // width), 1)
-            made = _both[grid](*args, num_warps=warps)  # pyright: ignore[reportIndexIssue]
+        ready = _ready.get(key)
+        if ready is not None:
+            return ready(x, amax)
+        if _apart(x, all(wanted) and not fmt.is_integer):
+            options = {"align": align, "pow2_scale": pow2_scale, "saturate": saturate}
+            first, _ = cast_both(x, fmt, dtype, amax, (True, False), **options)
+            _, second = cast_both(x, fmt, dtype, amax, (False, True), **options)
+            return first, second
+        launch = _Launch(x, fmt, dtype, amax, wanted, align, pow2_scale, saturate)
+        made = launch(x, amax)
+        if launch.binary is not None:  # an interpreter has nothing to keep
             if len(_ready) == MOST:
                 _ready.clear()
-            if made is not None:  # an interpreter has nothing to keep
-                _ready[key] = made[grid]
+            _ready[key] = launch
+        return made
+
+
+class _Launch:
+    """One kind of cast, with all of it decided that does not depend on where the numbers lie."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        fmt: Format,
+        dtype: torch.dtype,
+        amax: Tensor,
+        wanted: tuple[bool, bool],
+        align: int,
+        pow2_scale: bool,
+        saturate: bool,
+    ) -> None:
+        num_rows, num_columns = x.shape
+        rows_pad, columns_pad = -(-num_rows // align) * align, -(-num_columns // align) * align
+        per = "tensor" if amax.dim() == 0 else "row" if amax.shape[1] == 1 else "column"
+        height, width, self._warps = (4, 1024, 8) if not wanted[1] else (32, 64 if wanted[0] else 128, 4)  # measured
+        self._grid = (-(-(rows_pad if wanted[1] else num_rows) // height), -(-columns_pad // width), 1)
+        self._shapes = [(num_rows, columns_pad) if wanted[0] else None, (num_columns, rows_pad) if wanted[1] else None]
+        self._dtype, self._scales = dtype, () if per == "tensor" else (amax.numel(), 1)
+        self._rest = (
+            num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
+            per, *wanted, fmt.is_integer, fmt.max, pow2_scale, saturate, height, width,
+        )  # fmt: skip
+        self.binary: Any = None
+
+    def __call__(self, x: Tensor, amax: Tensor) -> Both:
+        """Launch it; from the second time on without Triton's search."""
+        scale = x.new_empty(self._scales, dtype=torch.float32)
+        rows, columns = (None if shape is None else x.new_empty(shape, dtype=self._dtype) for shape in self._shapes)
+        # A kernel wants an address even where it writes nothing.
+        args = x, amax, columns if rows is None else rows, rows if columns is None else columns, scale, *self._rest
+        if self.binary is None:
+            made = _both[self._grid](*args, num_warps=self._warps)  # pyright: ignore[reportIndexIssue]
+            self.binary = None if made is None else made[self._grid]
         else:
-            launch(*args)
-    return None if rows is None else (rows, scale), None if columns is None else (columns, scale)
+            self.binary(*args)
+        return None if rows is None else (rows, scale), None if columns is None else (columns, scale)
+
+
+@triton.jit(do_not_specialize=["place"])
+def _past(history_ptr, current_ptr, past_ptr, place, SIZE: tl.constexpr, REMEMBER: tl.constexpr, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    past = tl.max(tl.load(history_ptr + at, mask=at < SIZE, other=0.0))
+    current = tl.load(current_ptr)
+    tl.store(past_ptr, tl.where(past > 0, past, current))
+    if REMEMBER:
+        tl.store(history_ptr + place, tl.where(tl.abs(current) < float("inf"), current, 0.0))
+
+
+def past_amax(history: Tensor, current: Tensor, place: int | None) -> Tensor:
+    """The largest of a history, or `current` while all of it is 0; a finite `current` is put at `place`, else a 0."""
+    past = torch.empty_like(current)
+    size, width = len(history), triton.next_power_of_2(len(history))
+    with _device(history):  # one warp: every read is done before the write
+        _past[(1,)](history, current, past, place or 0, size, place is not None, width, num_warps=1)  # pyright: ignore[reportIndexIssue]
+    return past
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.linear.gemms import SwitchedGemms
-from trimtab.linear.opaque import enroll, linear, linear_saving, mark
+from trimtab.linear.opaque import amax_of, enroll, linear, linear_saving, mark
 from trimtab.linear.paths import Recipe
 from trimtab.linear.state import Call, Ear, Fault, PathState, Watch
 from trimtab.modules import in_backward
@@ -112,7 +112,7 @@ class SwitchLinear(nn.Linear):
                 keeps = torch.is_grad_enabled() and weight.requires_grad
                 return linear_saving(x, weight, bias, self.number, value, keeps)
             # As part of the graph an amax costs little: the compiler finds it where x is made.
-            amax = x.detach().abs().amax() if self.real and self.whole[0] and x.numel() else None
+            amax = amax_of(x.detach()) if self.real and self.whole[0] and x.numel() else None
             return linear(x, weight, bias, self.number, value, amax, self.real and self.whole[1])
         if is_dtensor(self.weight):
             self._check_cut()
@@ -151,7 +151,7 @@ class SwitchLinear(nn.Linear):
             call.report = _reporter(self, self.watch)
         if self.ears and self.training:
             call.ears = tuple(self.ears)
-        self._last = call
+        self.__dict__["_last"] = call  # past nn.Module, which would ask whether it is a parameter
         return call
 
     def _low_precision(self, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

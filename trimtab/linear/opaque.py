@@ -98,18 +98,17 @@ class Calls:
     """The calls that a backward may still ask for: each lives as long as its token, and its graph."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, Kept]] = {}
+        self._calls: dict[int, tuple[Call, Kept, weakref.ref[Tensor]]] = {}
 
     def of(self, name: str) -> list[tuple["Call", Kept]]:
         """Those of the modules with this path."""
-        return [(call, kept) for call, kept in self._calls.values() if call.name == name]
+        return [(call, kept) for call, kept, _ in self._calls.values() if call.name == name]
 
     def put(self, call: "Call", kept: Kept = ()) -> Tensor:
         """Remember a call and what it kept outside the graph; its token."""
         serial = next(_serials)
-        self._calls[serial] = call, kept
         token = _scalar(serial)
-        weakref.finalize(token, self._calls.pop, serial, None)
+        self._calls[serial] = call, kept, weakref.ref(token, lambda _: self._calls.pop(serial, None))
         return token
 
     def get(self, token: Tensor) -> tuple["Call", Kept]:
@@ -120,7 +119,7 @@ class Calls:
                 f"a compiled linear must get back in backward the token that its forward saved, got a copy of token "
                 f"{int(token)}: let saved-tensor hooks copy or offload floating-point tensors only"
             )
-        return found
+        return found[:2]
 
 
 calls = Calls()
@@ -138,6 +137,11 @@ def _tell(call: "Call", x: Tensor, y: Tensor) -> None:
     if call.ears and not in_backward():
         for ear in call.ears:
             ear.heard(x, y)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude, row by row first: so the compiler measures in the same pass that makes x."""
+    return x.abs().amax(-1).amax()
 
 
 def _filled(found: gemms.Gradients, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,7 +221,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        amax = grads[0].abs().amax() if ctx.measure and grads[0].numel() else None
+        amax = amax_of(grads[0]) if ctx.measure and grads[0].numel() else None
         found = linear_backward(grads[0], *ctx.saved_tensors, amax, ctx.needs)
         return *_asked(found, ctx.needs), None, None, None, None
 

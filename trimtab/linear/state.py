@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trimtab.devices import has_triton
 from trimtab.errors import TrimtabError
 from trimtab.linear.hadamard import fixed_signs, random_signs
 from trimtab.linear.paths import Cast, Gemm, Path, Recipe
@@ -102,18 +103,25 @@ class PathState:
                 self.histories[operand] = self.histories[operand].to(device)
         return self.histories[operand]
 
-    def past_amax(self, operand: str, current: Tensor) -> Tensor:
-        """The largest remembered amax, or the current one while there is none."""
-        past = self._history(operand, current.device).amax()
-        return torch.where(past > 0, past, current)
+    def past_amax(self, operand: str, current: Tensor, *, remember: bool) -> Tensor:
+        """The largest remembered amax, or the current one while there is none. Nothing waits.
 
-    def push(self, operand: str, amax: Tensor) -> None:
-        """Remember one amax, in place of the oldest, unless a static scale has all it needs. Nothing waits."""
-        history = self._history(operand, amax.device)
-        if operand in self._static and self.counts[operand] >= len(history):
-            return
-        history[self.counts[operand] % len(history)] = torch.where(torch.isfinite(amax), amax, torch.zeros_like(amax))
-        self.counts[operand] += 1
+        Args:
+            remember: whether the current one takes the place of the oldest, unless a static scale has all it needs.
+        """
+        history = self._history(operand, current.device)
+        place = self.counts[operand]
+        remember = remember and not (operand in self._static and place >= len(history))
+        self.counts[operand] += remember
+        if current.is_cuda and has_triton():
+            from trimtab.linear import kernels
+
+            return kernels.past_amax(history, current, place % len(history) if remember else None)
+        past = history.amax()
+        past = torch.where(past > 0, past, current)
+        if remember:
+            history[place % len(history)] = torch.where(torch.isfinite(current), current, torch.zeros_like(current))
+        return past
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything remembered."""
@@ -150,7 +158,7 @@ def whole(operand: str) -> str:
     return f"{operand} per tensor"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One forward with its backward and recompute."""
 
@@ -193,9 +201,7 @@ class Call:
             if x.is_meta:  # shapes only: nothing to look up or remember
                 self.amaxes[operand] = current
                 return
-            self.amaxes[operand] = self.state.past_amax(operand, current)
-            if self.record:
-                self.state.push(operand, current)
+            self.amaxes[operand] = self.state.past_amax(operand, current, remember=self.record)
 
     def change_amax(self, operand: str, cast: Cast) -> Callable[[Tensor], Tensor] | None:
         """What replaces the measured amax of an operand, or None."""
