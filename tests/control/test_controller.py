@@ -290,6 +290,16 @@ def test_an_accumulated_gradient_is_one_observation() -> None:
     assert controller.steps == len(rows.rows) == 3
 
 
+def test_a_first_step_that_finds_no_gradient_anywhere_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    for norms, told in (([None] * 4, 1), ([None, 1.0, None, None], 0)):
+        model = switchable()
+        for parameter in model.parameters():
+            parameter.main_grad = torch.ones_like(parameter)  # type: ignore[attr-defined]
+        caplog.clear()
+        drive(model, Controller(model, Policy(alpha_warmup=None), mode="observe"), [norms, [None] * 4])
+        assert caplog.text.count("found no gradient in any parameter") == told
+
+
 def test_a_unit_without_a_gradient_keeps_its_history() -> None:
     model, rows = switchable(), Rows()
     controller = Controller(model, Policy(**SPIKES), recorder=rows)

@@ -102,7 +102,7 @@ def test_the_saliency_term_spares_salient_weights(after_lora: bool) -> None:
         block, call, x = parts()
         F = drawn(block)
         W = {path: block.get_submodule(path).get_parameter("weight").clone() for path in F}
-        made = calibrated(block, call, x, saliency=F, lam=lam, after_lora=after_lora, epochs=10)
+        made = calibrated(block, call, x, saliency=F, lam=lam, after_lora=after_lora, epochs=20)
         stored = {path: one.weight() if after_lora else one.quantized() for path, one in made.linears.items()}
         return sum((F[path] * (stored[path] - W[path]) ** 2).sum().item() for path in F)
 
@@ -127,6 +127,21 @@ def test_lam_means_the_same_whatever_the_scale_of_saliency_and_of_the_model() ->
     plain, loud = made(lam=1.0), made(lam=1.0, size=1024.0)
     for name, value in plain.linears["0"].tensors().items():
         assert torch.equal(value, loud.linears["0"].tensors()[name])
+
+
+def test_rates_fall_to_zero_unless_they_are_asked_to_stay() -> None:
+    assert [Settings(epochs=2, batch=4).share(step, 8) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert [Settings(epochs=2, batch=4, schedule="constant").share(step, 8) for step in range(4)] == [1.0] * 4
+    with pytest.raises(TrimtabError, match="schedule must be one of linear, constant, got 'cosine'"):
+        Settings(schedule="cosine")
+
+    def scales(schedule: str, epochs: int) -> Tensor:
+        block, call, x = parts()
+        made = calibrated(block, call, x, schedule=schedule, epochs=epochs, batch=8)
+        return torch.cat([one.tensors()["scale"].flatten() for one in made.linears.values()])
+
+    assert torch.equal(scales("linear", 1), scales("constant", 1))  # the first step has the whole rate
+    assert not torch.equal(scales("linear", 2), scales("constant", 2))
 
 
 def test_random_numbers_depend_on_seed_and_index_alone() -> None:

@@ -64,6 +64,11 @@ from trimtab.errors import NonFiniteError, TrimtabError
 
 log = logging.getLogger(__name__)
 
+BLIND = (
+    "step() found no gradient in any parameter: call it after backward and before zero_grad(); gradients in main_grad "
+    "or in ZeRO's partitions are read by trimtab.integrations.megatron and trimtab.integrations.deepspeed"
+)
+
 MODES = ("off", "observe", "act")
 
 
@@ -182,6 +187,7 @@ class Controller:
         on_paper = np.array([not unit.bystander for unit in self.units], bool)
         self._recoverable = switchable if switchable.any() else on_paper
         self.reading: Reading | None = None  # what the last step() has read
+        self._saw = False
         self._sensors = {} if self.mode == "off" else attach_sensors(self.detector, sensors, self.units)
         self._observer = Observer(self.units, parameters, tuple(self._sensors.values()), self._ranks)
         self.limits = self.policy.resolve(int(self._recoverable.sum()), total_steps if self.mode != "off" else 1)
@@ -256,6 +262,9 @@ class Controller:
         self._forget()
         with _span("trimtab::observe"):
             reading = self.reading = self._observer.finish(pending)
+        if not self._saw and not reading.seen.any():
+            log.warning(BLIND)
+        self._saw = True
         with _span("trimtab::decide"):
             before = self._state
             verdict, self._state = advance(

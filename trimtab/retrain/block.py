@@ -189,6 +189,7 @@ def _train(
         [group for group in groups if group["params"]], weight_decay=settings.weight_decay, fused=True
     )
     frozen = {name: parameter.detach() for name, parameter in block.named_parameters()}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.share(step, len(x)))
     scale = 1 / max(sum(before), torch.finfo(torch.float32).tiny)
     for epoch in range(settings.epochs):
         order = torch.randperm(len(x), generator=generator)
@@ -205,6 +206,7 @@ def _train(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            schedule.step()
             worst = torch.maximum(worst, loss.detach())
         if not bool(torch.isfinite(worst)):  # one wait per epoch
             raise NonFiniteError("the loss of a block is not finite: lower the learning rates, or check the model")

@@ -21,6 +21,7 @@ from trimtab.errors import TrimtabError
 
 STEPS = 2560
 """Of ApiQ per block: 20 epochs of 128 sequences, one at a time."""
+SCHEDULES = ("linear", "constant")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Settings:
     lr_clip: float | None = None
     """None: see `rates`."""
     lr_lora: float | None = None
+    schedule: str = "linear"
+    """How the rates go over a block's steps: "linear" falls to 0; "constant" is ApiQ's, and needs its many steps."""
     weight_decay: float = 0.1
     seed: int = 0
 
@@ -61,6 +64,7 @@ class Settings:
         rates = {name: rate for name in ("lr_clip", "lr_lora") if (rate := getattr(self, name)) is not None}
         for name, value in (numbers | rates).items():
             require(is_number(value) and value >= 0, f"{name} must be a number of at least 0", value)
+        require(self.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}", self.schedule)
         require(is_positive(self.alpha), "alpha must be a number above 0", self.alpha)
 
     @property
@@ -68,14 +72,22 @@ class Settings:
         """What the product of the LoRA factors is multiplied by."""
         return self.alpha / self.rank if self.rank else 0.0
 
+    def steps(self, sequences: int) -> int:
+        """Updates of a block, at least 1."""
+        return max(self.epochs * -(-sequences // self.batch), 1)
+
+    def share(self, step: int, sequences: int) -> float:
+        """The share of its rate that a step of a block has, the first being 0."""
+        return 1 - step / self.steps(sequences) if self.schedule == "linear" else 1.0
+
     def rates(self, sequences: int) -> tuple[float, float]:
         """The learning rates of clipping and LoRA for so many calibration sequences.
 
         ApiQ's are 5e-3 and 5e-4 for its 2,560 steps per block. What AdamW can move a number by is rate times steps, so
-        fewer steps take proportionally larger ones, up to twentyfold.
+        fewer steps take proportionally larger ones, up to twentyfold. Rates of that size must fall: held constant, they
+        leave a block further from its target than rounding did.
         """
-        steps = max(self.epochs * -(-sequences // self.batch), 1)
-        more = min(max(STEPS / steps, 1.0), 20.0)
+        more = min(max(STEPS / self.steps(sequences), 1.0), 20.0)
         clip = 5e-3 * more if self.lr_clip is None else self.lr_clip
         lora = 5e-4 * more if self.lr_lora is None else self.lr_lora
         return clip, lora
