@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few checks that settings need: a rule that must hold, kinds of numbers, and the name somebody meant."""
+"""The few checks that input needs: a rule that must hold, kinds of numbers, JSON, and the name somebody meant."""
 
 import difflib
+import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab.errors import TrimtabError
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 20
+
 
 def require(holds: bool, rule: str, value: object) -> None:
     """Raise with the rule and the value that broke it."""
     if not holds:
-        raise TrimtabError(f"{rule}, got {value!r}")
+        raise TrimtabError(f"{rule}, got {shown(value)}")
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -21,8 +27,29 @@ def is_whole(value: object, least: int = 0) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """A finite number; True and False are not numbers."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that a float can hold; True and False are not numbers."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # 10^400 is an int and no float
+        return False
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: somebody else's may be a thousand lines long."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} that is too large to be written here"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; whatever is wrong with it is a ValueError, also that it nests too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
 
 
 def is_positive(value: object) -> bool:
@@ -33,7 +60,7 @@ def is_positive(value: object) -> bool:
 def meant(name: object, valid: Iterable[str]) -> str:
     """What to tell somebody who gave an unknown name: the nearest valid one, or all of them."""
     valid = list(valid)
-    near = difflib.get_close_matches(str(name), valid, n=1)
+    near = difflib.get_close_matches(str(name)[:100], valid, n=1)
     return f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(valid)}"
 
 

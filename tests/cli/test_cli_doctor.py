@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from trimtab.errors import MissingExtraError
 from trimtab.lab.doctor import Machine
+from trimtab.lab.finetune_config import FinetuneConfig
+from trimtab.lab.pretrained import smollm2_file
 
 
 @pytest.fixture(autouse=True)
@@ -103,4 +106,25 @@ def test_a_broken_folder_gets_one_line(trimtab: Any, tmp_path: Path) -> None:
     answer = trimtab("doctor", tmp_path)
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-    assert "no causal language model" in answer.err
+    assert "a causal language model is needed" in answer.err
+
+
+def test_a_fine_tuning_run_is_looked_at_by_the_model_it_started_from(
+    trimtab: Any, tiny_llama: Path, tmp_path: Path
+) -> None:
+    config = FinetuneConfig.from_dict({"model": str(tiny_llama), "data": "x.jsonl", "recipe": "fp8", "backend": "real"})
+    (tmp_path / "run.json").write_text(json.dumps({"config": config.to_dict()}))
+    answer = trimtab("doctor", tmp_path, "--json")
+    assert json.loads(answer.out)["model"] == tiny_llama.name
+    assert json.loads(answer.out)["recipe"] == "fp8"
+    assert told(answer) == {"small-gemms": "warning"}
+
+
+def test_a_gguf_is_looked_at_by_name_and_nothing_else_is_printed(trimtab: Any) -> None:
+    try:
+        smollm2_file()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    answer = trimtab("doctor", "smollm2", "--recipe", "fp8", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    assert told(answer) == {"small-gemms": "warning"}

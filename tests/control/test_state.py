@@ -5,6 +5,7 @@ dictionary nor depends on the order of the units. That a resumed run decides ide
 import copy
 import io
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,26 @@ def test_the_line_about_the_budget_is_not_said_again_after_a_resume() -> None:
     other.load_state_dict(controller.state_dict())
     drive(other_model, other, [[1, 1, 1, 1]] * 210)
     assert told.count("budget_full") == 1
+
+
+def test_the_line_about_the_budget_comes_when_it_would_have_come_without_a_resume() -> None:
+    """Its look-back of 200 steps is in the state, by unit: with other units first, after a resume, it says the same."""
+    policy = Policy(alpha=1.05, beta=1.1, alpha_warmup=None, max_high=1)
+    norms = [[1.0 + step % 3, 2.0 + step % 5, 1.0, 3.0 + step % 2] for step in range(230)]
+    told: dict[str, list[tuple[int, str]]] = {"whole": [], "cut": []}
+
+    def hear(name: str) -> Any:
+        return lambda event: told[name].append((event.step, event.message)) if event.kind == "budget_full" else None
+
+    model, controller = build(policy, on_event=hear("whole"))
+    drive(model, controller, norms)
+    model, controller = build(policy, on_event=hear("cut"))
+    drive(model, controller, norms[:150])
+    other_model, other = build(policy, names="dbca", on_event=hear("cut"))
+    other.load_state_dict(saved_and_loaded(controller.state_dict()))
+    drive(other_model, other, norms[150:])
+    assert len(told["whole"]) == 1
+    assert told["cut"] == told["whole"]
 
 
 # What is refused

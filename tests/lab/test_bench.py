@@ -2,11 +2,13 @@
 """The bench: paired runs in one folder, run once, and numbers that the folders give back."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -348,6 +350,17 @@ def test_a_killed_bench_leaves_nobody_training(tmp_path: Path) -> None:
     while any(is_alive(child) for child in children):
         assert time.monotonic() < waiting
         time.sleep(0.1)
+
+
+def test_a_worker_that_starts_after_the_bench_was_killed_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds to start, and would find its first tasks in a pipe."""
+    left: list[int] = []
+    monkeypatch.setattr(bench.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *args: 0))
+    monkeypatch.setattr(bench.os, "_exit", left.append)
+    bench._end_with_parent(os.getppid())
+    assert left == []
+    bench._end_with_parent(os.getpid())
+    assert left == [1]
 
 
 def is_alive(process: int) -> bool:

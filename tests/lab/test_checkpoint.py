@@ -15,7 +15,7 @@ from trimtab.errors import TrimtabError
 from trimtab.lab import checkpoint
 from trimtab.lab.train import train
 
-WHOLE = {"step": 3, "model": {}, "optimizer": {}, "offsets": {}, "config": {}}
+WHOLE = {"step": 3, "steps": 9, "model": {}, "optimizer": {}, "offsets": {"metrics": 0, "trace": 0}, "config": {}}
 
 
 def names(folder: Path) -> list[str]:
@@ -136,7 +136,7 @@ def test_check_model_names_what_differs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bad_value_anywhere_is_not_finite(value: float, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)).to(dtype)
-    assert checkpoint.is_finite(model)
+    assert checkpoint.is_finite(model.parameters())
     with torch.no_grad():
         model[1].bias[4] = value
-    assert not checkpoint.is_finite(model)
+    assert not checkpoint.is_finite(model.parameters())

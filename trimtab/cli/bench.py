@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab bench`: a suite of experiments, arm against arm over seeds, with one table and one page."""
 
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -54,6 +53,7 @@ def run(
         raise TrimtabError(f"a bench has its own seeds, 0 and up, got seed={given['seed']}: give --seeds N")
     Config.from_dict(given)  # refuse bad settings before torch is loaded
 
+    from trimtab.control.secrets import command_line
     from trimtab.lab.bench import run_bench
     from trimtab.report.bench import plain_table, says, table, write_bench_page
 
@@ -67,7 +67,7 @@ def run(
             arms=None if arms is None else _words(arms),
             given=given,
             jobs=jobs,
-            command=["trimtab", *sys.argv[1:]],
+            command=["trimtab", *command_line()[1:]],
             watch=progress.watch,
             told=progress.told,
         )
@@ -142,13 +142,15 @@ def _list() -> None:
 
 def _museum(out: Path, seeds: int) -> None:
     from trimtab.cli.console import Display, console
+    from trimtab.control.secrets import command_line
+    from trimtab.files import write_whole
     from trimtab.lab.museum import run_museum
     from trimtab.report.bench import plain_table
     from trimtab.report.museum import HEADS, cases, entries, to_json, write_museum_page
 
-    command = ["trimtab", *sys.argv[1:]]
+    command = ["trimtab", *command_line()[1:]]
     rows = run_museum(out, seeds=seeds, watch=lambda name: Display(name, notes=False))
-    (out / "bench.json").write_text(to_json(rows, command), encoding="utf-8")
+    write_whole(out / "bench.json", to_json(rows, command))
     for case, mine in cases(rows).items():
         console.print(f"\n{case}: {mine[0]['what']}", markup=False)
         console.print(plain_table(HEADS, [entries(row) for row in mine]), markup=False)

@@ -10,12 +10,15 @@ import typer
 
 from trimtab.cli.train import SetOption
 
+CONFIGS = (".toml", ".yaml", ".yml")
+
 
 def run(
     subject: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL_OR_CONFIG]", help="A Hugging Face folder, a run folder, or a .toml or .yaml of settings."
+            metavar="[MODEL_OR_CONFIG]",
+            help="A Hugging Face folder, a GGUF file, smollm2, a run folder, or a .toml or .yaml of settings.",
         ),
     ] = None,
     set_: SetOption = None,
@@ -72,17 +75,30 @@ def _subject(path: Path | None, sets: Any) -> dict[str, Any]:
     from trimtab.control.record import RUN
     from trimtab.errors import TrimtabError
     from trimtab.lab.config import Config, load_settings
+    from trimtab.lab.finetune_config import FinetuneConfig
+    from trimtab.lab.pretrained import shapes
 
-    if path is not None and path.is_dir() and not (path / RUN).is_file():
+    is_run = path is not None and (path / RUN).is_file()
+    if path is not None and not is_run and path.suffix not in CONFIGS:
         if sets:
             raise TrimtabError(
                 f"--set is for the lab's own model, and {str(path)!r} is a model of its own: leave it out"
             )
-        return _hugging_face(path)
-    if path is not None and path.is_dir():
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise TrimtabError(
+                f"a model is a Hugging Face folder (config.json), a .gguf file or smollm2, or a run folder (run.json), "
+                f"got {str(path)!r}: there is neither"
+            )
+        name, model = shapes(path)
+        return {"name": name, "model": model}
+    if path is not None and is_run:
         from trimtab.lab.resume import stored_settings
 
         settings = {**(stored_settings(path) or {}), **load_settings(None, sets)}
+        if "lora_r" in settings:  # a fine-tuning run: the model is the one it started from
+            tuned = FinetuneConfig.from_dict(settings)
+            name, model = shapes(tuned.model)
+            return {"name": name, "model": model, "recipe": tuned.recipe, "backend": tuned.backend}
     elif path is not None or sets:
         settings = load_settings(path, sets)
     else:
@@ -93,27 +109,3 @@ def _subject(path: Path | None, sets: Any) -> dict[str, Any]:
     recompute = "nonreentrant" if config.checkpointing else "none"
     shown = {"name": f"{config.model} of the lab", "backend": config.backend, "checkpointing": recompute}
     return shown | {"model": decoder(config), "recipe": config.recipe}
-
-
-def _hugging_face(path: Path) -> dict[str, Any]:
-    import torch
-
-    from trimtab.errors import TrimtabError, missing_extra
-
-    if not (path / "config.json").is_file():
-        raise TrimtabError(
-            f"a model is a Hugging Face folder (config.json) or a run folder (run.json), got {str(path)!r}: there is "
-            "neither"
-        )
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise missing_extra("transformers", "hf", "A Hugging Face folder") from None
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise TrimtabError(f"{str(path)!r} is no causal language model that can be read: {reason}") from None
-    return {"name": path.resolve().name, "model": model}

@@ -61,4 +61,4 @@ def _toml_value(value: Any) -> str:
         return "{" + ", ".join(_toml_line(key, item) for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps("none" if value is None else value, ensure_ascii=False)
+    return json.dumps("none" if value is None else value, ensure_ascii=False, default=str)

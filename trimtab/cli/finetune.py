@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab finetune`: fine-tune a pretrained model in INT8 under control."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trimtab.cli.train import ConfigOption, SetOption
+from trimtab.cli.train import AlertOption, ConfigOption, LogOption, SetOption
 
 
 def run(
@@ -23,6 +24,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same as --set seed=N.")] = None,
+    log: LogOption = None,
+    alert: AlertOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every switch.")] = False,
 ) -> None:
     """Fine-tune a pretrained model with INT8 base linears under control, into a run folder.
@@ -45,10 +48,14 @@ def run(
     if not resume:  # a resumed run's are checked together with its stored ones
         FinetuneConfig.from_dict(settings)  # refuse bad settings before torch is loaded
 
+    from trimtab.lab.dashboard import dashboard
     from trimtab.lab.finetune import finetune
 
-    with Display("finetune", switches=verbose) as display:
-        result = finetune(settings, out, resume=resume, force=force, watcher=display)
+    with (
+        Display("finetune", switches=verbose) as display,
+        closing(dashboard(display, log or (), alert or (), out)) as board,
+    ):
+        result = finetune(settings, out, resume=resume, force=force, watcher=board, sinks=board.sinks)
     show_result(result, out)
     made = out / ("model" if (out / "model").is_dir() else "adapter")
     console.print(

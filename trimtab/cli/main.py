@@ -31,6 +31,8 @@ import warnings
 
 from trimtab.cli.ranks import is_one_of_many, is_quiet
 
+LONGEST_LINE = 2000
+
 
 def main() -> None:
     """Run the command line."""
@@ -49,6 +51,7 @@ def main() -> None:
         code = _app(typer)(standalone_mode=False)
         if code == 130:
             raise KeyboardInterrupt  # the parser has made a code of it
+        sys.stdout.flush()  # here, where a full disk is one line
         sys.exit(code)
     except NonFiniteError as error:
         _fail(str(error), 1, error)
@@ -57,7 +60,7 @@ def main() -> None:
     except RankError:
         _leave(1)
     except OSError as error:
-        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), 1, error)
+        _fail(_refusal(error), 1, error)
     except (KeyboardInterrupt, typer.Abort) as error:
         _fail("interrupted; the run folder is whole up to its last checkpoint, --resume continues it", 130, error)
     except typer.Exit as exit_:
@@ -127,14 +130,36 @@ class _OneLine(logging.Handler):
     """Shows what the library logs as plain lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        print(f"{record.levelname.lower()}: {_one_line(record.getMessage())}", file=sys.stderr)
+
+
+def _refusal(error: OSError) -> str:
+    """What the operating system refused, of which file, and what to do."""
+    from trimtab.files import REMEDIES
+
+    file = error.filename
+    try:
+        sys.stdout.flush()
+    except OSError:  # it was the output itself: the rest of it goes nowhere, or leaving would fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        file = file or "standard output"
+    parts = (error.strerror or str(error), file, REMEDIES.get(error.errno or 0))
+    return ": ".join(str(part) for part in parts if part)
 
 
 def _fail(message: str, code: int, error: BaseException) -> None:
     if _is_shown(error):
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
-        print(f"error: {where}{message}", file=sys.stderr)
+        print(f"error: {_one_line(where + message)}", file=sys.stderr)
     _leave(code)
+
+
+def _one_line(text: str) -> str:
+    """A message as a terminal may show it: names and values in it may come from somebody else's file."""
+    from trimtab.report.names import visible
+    from trimtab.report.verdict import brief
+
+    return visible(brief(text, LONGEST_LINE))
 
 
 def _leave(code: int) -> None:

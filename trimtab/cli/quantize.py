@@ -47,7 +47,8 @@ def run(
     One decoder block after the other learns to do in few bits what it did before (ApiQ, arXiv 2402.05147), with
     --saliency most carefully where the loss depends on a weight (arXiv 2504.13932). The defaults take about twenty
     minutes for 135M parameters on two CPU cores; the papers' recipe is --sequences 128 --length 2048 --epochs 20.
-    Further settings: --set batch=4, lr_clip=..., lr_lora=..., alpha=..., after_lora=true, aug_loss=false.
+    Further settings: --set batch=4, lr_clip=..., lr_lora=..., schedule=constant, alpha=..., after_lora=true,
+    aug_loss=false.
     """
     from trimtab.cli.console import console
     from trimtab.errors import TrimtabError

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab replay`: what another policy would have decided on a run's recorded norms."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimtab.cli.logs import ColumnsOption, FilesArgument, LossOption, StepOption
+
+if TYPE_CHECKING:
+    from trimtab.control.policy import Policy
+    from trimtab.report.imports import Log
 
 ROWS = {
     "false_alarms_per_1k": ("alarms per 1,000 quiet steps", "{:.1f}"),
@@ -41,40 +45,25 @@ def run(
     from trimtab.cli.console import console
     from trimtab.cli.logs import none_yet, policy_of, table_of
     from trimtab.control.policy import Policy
-    from trimtab.control.replay import replay
     from trimtab.errors import TrimtabError
     from trimtab.report.imports import read_log
     from trimtab.report.names import visible
-    from trimtab.report.summary import quiet_steps
 
     log = read_log(*files, columns=columns or (), loss=loss, step=step)
     if not log.rows:
         raise TrimtabError(none_yet(log, files[0]))
-    trace = log.trace()
     own, other = policy_of(log, set_ or ())
     if calibrate is not None:
-        other = Policy.calibrated(trace, calibrate, base=other, detector=trace.detector)
-    quiet = quiet_steps(trace.steps, log.config)
+        other = Policy.calibrated(log, calibrate, base=other, detector=log.header.detector)
     policies = {"the run's own" if log.ours else "default": own} | ({} if other == own else {"what if": other})
-    results = {
-        name: replay(
-            trace.norms,
-            policy,
-            seen=trace.seen,
-            recoverable=log.recoverable,
-            total_steps=trace.total_steps,
-            detector=trace.detector,
-            columns=trace.columns,
-        ).summary(quiet)
-        for name, policy in policies.items()
-    }
+    results = _replayed(log, policies)
     if not log.ours:
         for note in log.notes:
             console.print(visible(note), markup=False)
     rows = [
         [label, *(form.format(summary[key]) for summary in results.values())] for key, (label, form) in ROWS.items()
     ]
-    console.print(table_of(f"{len(trace)} steps, {len(trace.units)} units", ["", *results], rows))
+    console.print(table_of(f"{log.rows} steps, {len(log.header.units)} units", ["", *results], rows))
     if other != own:
         changed = {k: v for k, v in other.to_dict().items() if v != own.to_dict()[k]}
         console.print(
@@ -82,6 +71,23 @@ def run(
             markup=False,
         )
         console.print("open-loop: the recorded norms already carry what the run's own decisions did to them")
+
+
+def _replayed(log: "Log", policies: "dict[str, Policy]") -> dict[str, dict[str, float]]:
+    """What each policy would have done, in one pass over the norms and with one block of them in memory."""
+    import numpy as np
+
+    from trimtab.control.replay import Replay
+    from trimtab.report.summary import quiet_steps
+
+    total = log.rows if log.header.total_steps is None else log.header.total_steps
+    going = {n: Replay(p, log.recoverable, total, detector=log.header.detector) for n, p in policies.items()}
+    quiet = []
+    for block in log.blocks():
+        quiet.append(quiet_steps(block.steps, log.config))
+        for one in going.values():
+            one.add(block.norms, block.seen, block.columns)
+    return {name: one.decisions().summary(np.concatenate(quiet)) for name, one in going.items()}
 
 
 def _short(value: object) -> str:

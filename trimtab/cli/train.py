@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab train`: train a small LLaMA-style model in low precision under control."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,16 @@ SetOption = Annotated[
 ]
 
 
+LogOption = Annotated[
+    list[str] | None,
+    typer.Option("--log", metavar="KIND", help="Also write to tensorboard, wandb or trackio; repeatable."),
+]
+AlertOption = Annotated[
+    list[str] | None,
+    typer.Option("--alert", metavar="WHOM", help="Tell an http(s) address, wandb or a program of trouble; repeatable."),
+]
+
+
 def run(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -20,6 +31,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
     seed: Annotated[int | None, typer.Option(help="Same as --set seed=N.")] = None,
+    log: LogOption = None,
+    alert: AlertOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print every switch.")] = False,
 ) -> None:
     """Train a small LLaMA-style model in low precision under control, into a run folder.
@@ -41,11 +54,12 @@ def run(
     if not resume:  # a resumed run's are checked together with its stored ones
         Config.from_dict(settings)  # refuse bad settings before torch is loaded
 
+    from trimtab.lab.dashboard import dashboard
     from trimtab.lab.train import train
 
     if is_quiet():
         train(settings, out, resume=resume, force=force)
         return
-    with Display(switches=verbose) as display:
-        result = train(settings, out, resume=resume, force=force, watcher=display)
+    with Display(switches=verbose) as display, closing(dashboard(display, log or (), alert or (), out)) as board:
+        result = train(settings, out, resume=resume, force=force, watcher=board, sinks=board.sinks)
     show_result(result, out)

@@ -189,7 +189,7 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
 }
 
 
-def detector_of(which: "str | Mapping[str, Any] | Detector", **options: Any) -> Detector:
+def detector_of(which: "str | Mapping[str, Any] | Detector", /, **options: Any) -> Detector:
     """A detector by name (`"gsnr"`, `"gsnr:full"`), by name and options, or itself.
 
     Args:

@@ -113,12 +113,21 @@ class Narrator:
         return [Event(step, "budget_full", message=text)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been said already."""
-        return {"told_full": self._told_full, "denied": self._denied}
+        """What has been said already, and the steps that the line about the budget looks back on."""
+        told = {"told_full": self._told_full, "denied": self._denied}
+        bits = {"ratios": self._ratios.view(np.int32), "jumps": self._jumps.view(np.int32)}  # so that NaN equals NaN
+        seen = {**bits, "full": self._full, "passes": self._passes}
+        return {**told, "units": list(self._names), **seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do not say it again after a resume."""
+        """Do not say it again after a resume, and say the rest when it would have been said."""
         self._told_full, self._denied = bool(state_dict["told_full"]), np.array(state_dict["denied"])
+        if "passes" not in state_dict:  # a state from before these were kept: the look-back begins anew
+            return
+        order = [list(state_dict["units"]).index(name) for name in self._names]
+        bits = (np.asarray(state_dict[name])[:, order] for name in ("ratios", "jumps"))
+        self._ratios, self._jumps = (np.ascontiguousarray(values).view(np.float32) for values in bits)
+        self._full, self._passes = np.asarray(state_dict["full"]).copy(), int(state_dict["passes"])
 
 
 def _advice(ratios: np.ndarray, jumps: np.ndarray, policy: Policy, detector: str) -> str:

@@ -20,17 +20,23 @@ No torch here: a policy is judged on a laptop from a recorded trace.
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trimtab.checks import is_positive, is_whole, meant, require
 from trimtab.errors import TrimtabError
 
+if TYPE_CHECKING:
+    from trimtab.control.replay import Replay
+
 HISTORIES = ("cumulative", "winsorized", "exclude_triggered", "ema", "window")
 WARMUPS = ("threshold", "high", "monitor")
+LONGEST = 1 << 16
+"""Most past values that a unit may be asked to remember: a policy also comes from files, and memory grows with it."""
 
 
 class Limits(NamedTuple):
@@ -110,6 +116,10 @@ class Policy:
         for name, low in least.items():
             value = getattr(self, name)
             require(is_whole(value, low), f"{name} must be a whole number of at least {low}", value)
+            require(value < 1 << 62, f"{name} must lie below 2^62", value)
+        for name in ("window", "span"):
+            value = getattr(self, name)
+            require(value <= LONGEST, f"{name} must be at most {LONGEST:,}, all of which are kept", value)
         for name, low in {"memory": 1, "warmup_steps": 0}.items():
             value = getattr(self, name)
             fine = value is None or is_whole(value, low)
@@ -145,7 +155,7 @@ class Policy:
             return np.full(steps.shape, float(self.alpha))
         return np.where(steps <= warmup_steps, float(self.alpha_warmup), float(self.alpha))
 
-    def replace(self, **changes: Any) -> "Policy":
+    def replace(self, /, **changes: Any) -> "Policy":
         """A copy with some fields changed; unknown names raise."""
         return Policy.from_dict(self.to_dict() | changes)
 
@@ -167,7 +177,7 @@ class Policy:
         """A policy by name: the rows of the paper's settings, `steady` for norms that do not fall, and
         `repair` for the detector `source`.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise TrimtabError(f"unknown preset {name!r} (there are {', '.join(PRESETS)}): {meant(name, PRESETS)}")
         return PRESETS[name]
 
@@ -186,21 +196,22 @@ class Policy:
         On that stretch at most `false_alarms_per_1k` of 1,000 steps would have triggered anything.
 
         Args:
-            trace: norms of shape (steps, units), or an object with `.norms` (and `.seen`), such as a read trace.
+            trace: norms of shape (steps, units), or an object with `.norms` (and `.seen`), such as a read trace, or a
+                `trimtab.report.imports.Log`, which is read block by block and never held whole.
             base: the policy whose other settings are kept; `Policy()` if not given.
             skip: first steps of the stretch to leave out, while the histories are short.
             detector: whose ratios and jumps are meant; its columns are taken from `trace.columns`. One without a jump
                 leaves beta as it is.
         """
-        from trimtab.control.replay import replay  # replay builds on policy: imported late to keep the arrow one-way
+        from trimtab.control.replay import Replay  # replay builds on policy: imported late to keep the arrow one-way
 
         base = cls() if base is None else base
         if not (is_positive(false_alarms_per_1k) and false_alarms_per_1k <= 1000):
             raise TrimtabError(f"false_alarms_per_1k must lie in (0, 1000], got {false_alarms_per_1k!r}")
-        norms = np.asarray(getattr(trace, "norms", trace), dtype=np.float32)
-        if norms.ndim != 2 or len(norms) < skip + 50:
+        blocks, shape = _blocks_of(trace)
+        if len(shape) != 2 or shape[0] < skip + 50:
             raise TrimtabError(
-                f"calibration needs norms of shape (steps, units) with at least {skip + 50} steps, got {norms.shape}: "
+                f"calibration needs norms of shape (steps, units) with at least {skip + 50} steps, got {shape}: "
                 "record a longer quiet stretch"
             )
         # Under `exclude_triggered` the ratios themselves depend on the thresholds: start from thresholds that
@@ -209,15 +220,10 @@ class Policy:
         share = false_alarms_per_1k / 1000 / (1 if base.beta is None else 2)
         levels = (0.0, 0.0)
         while True:
-            decisions = replay(
-                norms,
-                watching,
-                seen=getattr(trace, "seen", None),
-                detector=detector,
-                columns=getattr(trace, "columns", None),
-            )
-            alpha = max(levels[0], quiet_level(decisions.ratio[skip:], share))
-            beta = None if base.beta is None else max(levels[1], quiet_level(decisions.jump[skip:], share)) or base.beta
+            going = Replay(watching, np.ones(shape[1], bool), shape[0], detector=detector)
+            ratio, jump = _largest(going, blocks())[:, skip:, None]
+            alpha = max(levels[0], quiet_level(ratio, share))
+            beta = None if base.beta is None else max(levels[1], quiet_level(jump, share)) or base.beta
             warm = None if base.alpha_warmup is None else alpha * max(1.0, base.alpha_warmup / base.alpha)
             policy = base.replace(alpha=alpha, beta=beta, alpha_warmup=warm)
             if base.history != "exclude_triggered" or levels == (alpha, beta or 0.0):
@@ -225,9 +231,36 @@ class Policy:
             levels, watching = (alpha, beta or 0.0), policy.replace(replay_step=None)
 
 
+def _blocks_of(trace: Any) -> tuple[Callable[[], Iterable[Any]], tuple[int, ...]]:
+    """How to go through norms, as often as one likes, and their shape."""
+    if hasattr(trace, "blocks"):
+        return trace.blocks, (trace.rows, len(trace.header.units))
+    norms = np.asarray(getattr(trace, "norms", trace), dtype=np.float32)
+    whole = SimpleNamespace(norms=norms, seen=getattr(trace, "seen", None), columns=getattr(trace, "columns", None))
+    return lambda: [whole], norms.shape
+
+
+def _largest(going: "Replay", blocks: Iterable[Any]) -> np.ndarray:
+    """Each step's largest ratio and largest jump, (2, T)."""
+    found: list[np.ndarray] = []
+    for block in blocks:
+        going.add(
+            block.norms,
+            block.seen,
+            block.columns,
+            each=lambda verdict: found.append(np.stack([peaks(column) for column in verdict.risk[:2]])),
+        )
+    return np.concatenate(found, axis=1)
+
+
+def peaks(values: np.ndarray) -> np.ndarray:
+    """Each step's largest finite value; -inf where it has none."""
+    return np.where(np.isfinite(values), values, -np.inf).max(axis=1, initial=-np.inf)
+
+
 def quiet_level(values: np.ndarray, share: float) -> float:
     """The level that each step's largest finite value exceeds on at most `share` of the steps."""
-    finite = np.where(np.isfinite(values), values, -np.inf).max(axis=1)
+    finite = peaks(values)
     finite = finite[np.isfinite(finite)]
     if finite.size == 0:
         raise TrimtabError("calibration needs finite norms, and this stretch has none: choose another stretch")

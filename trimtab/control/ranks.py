@@ -25,14 +25,22 @@ Who belongs together is read off the model: the process group of its DDP wrapper
 model belongs to nobody, even where a process group exists, because other ranks may train other things: `process_group=`
 says otherwise. With one rank nothing of this happens. All ranks must do alike what reads or writes gradients: step,
 clip, and whatever changes a gradient between the two.
+
+A rank that never comes would be waited for in silence, and a collective does not say who it was. So before the first
+one the ranks count each other on the store on which their process group was made (`wait_for_all`), and whoever has not
+made its controller after `PATIENCE` is named. In later steps the time-out is the process group's.
 """
 
 import itertools
 import logging
 import sys
+import time
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +58,10 @@ log = logging.getLogger(__name__)
 
 WHOLE = ("update", "spectral", "gsnr", "gap")
 """Columns whose sensors need whole parameters or gradients."""
+PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others to make their controller, unless their process group waits less."""
+REMINDER = timedelta(minutes=1)
+"""How often it says that it does."""
 
 
 class Card(NamedTuple):
@@ -362,9 +374,53 @@ def find_group(
         process_group = spans[widest]
     if process_group is None and len(widest) == dist.get_world_size():
         process_group = dist.group.WORLD
+    wait_for_all(widest, min(PATIENCE, _time_out(process_group)))
     if process_group is None:
         process_group = dist.new_group(list(widest), use_local_synchronization=True)  # type: ignore[assignment]
     return process_group
+
+
+def wait_for_all(ranks: tuple[int, ...], patience: timedelta) -> None:
+    """Go on when all ranks have come here, and name those that have not when the time is over.
+
+    No collective, but three questions to the store: which meeting of theirs this is for the rank, how many have come to
+    it, and whether all have.
+    """
+    from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
+
+    store, me = distributed_c10d._get_default_store(), dist.get_rank()
+    key = f"trimtab/controllers/{zlib.crc32(repr(ranks).encode())}"
+    number = store.add(f"{key}/of/{me}", 1)
+    if store.add(f"{key}/{number}", 1) == len(ranks):
+        store.set(f"{key}/{number}/all", "here")
+    until = time.monotonic() + patience.total_seconds()
+    while True:
+        left = timedelta(seconds=max(until - time.monotonic(), 0.001))
+        try:
+            return store.wait([f"{key}/{number}/all"], min(REMINDER, left))
+        except RuntimeError as error:
+            absent = [rank for rank in ranks if store.add(f"{key}/of/{rank}", 0) < number]
+            names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+            if left <= REMINDER:
+                for counted in (f"{key}/of/{me}", f"{key}/{number}"):
+                    store.add(counted, -1)  # a second attempt, by all of them, begins where the others are
+                raise TrimtabError(
+                    f"every rank must make the controller, because they decide together, got none from {names} within "
+                    f"{patience.total_seconds():g} s: make it on every rank, also where nothing is recorded, or give "
+                    "it a process_group of those that do"
+                ) from error
+            log.warning("rank %d waits for %s to make the controller too", me, names)
+
+
+def _time_out(group: dist.ProcessGroup | None) -> timedelta:
+    """How long a process group waits in a collective, as far as it is there and says so."""
+    if group is None:
+        return PATIENCE
+    found = []
+    for place in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # not every backend has options
+            found.append(group._get_backend(place).options._timeout)
+    return min(found, default=PATIENCE)
 
 
 def refuse_sensors(

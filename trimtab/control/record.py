@@ -33,7 +33,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -46,8 +45,10 @@ from numpy.typing import NDArray
 
 import trimtab
 from trimtab.control.decide import Quota
+from trimtab.control.secrets import command_line, without_secrets
 from trimtab.control.writers import FORMAT, MetricsWriter, TraceWriter, plain
 from trimtab.errors import TrimtabError
+from trimtab.files import write_whole
 
 RUN, METRICS, TRACE, CHECKPOINTS, REPORT = "run.json", "metrics.jsonl", "trace.arrow", "checkpoints", "report.html"
 BATCH_SECONDS = 5.0
@@ -58,8 +59,8 @@ class Recorder:
 
     Args:
         folder: created if it is not there; a folder that already holds a run is refused.
-        run: the caller's configuration, kept under "config" in run.json. A list under "faults" (dicts with
-            unit, kind, start, width) tells the report which steps were not quiet.
+        run: the caller's configuration, kept under "config" in run.json, without the secrets in it (`secrets.py`). A
+            list under "faults" (dicts with unit, kind, start, width) tells the report which steps were not quiet.
         force: remove the run that is in the folder, checkpoints included.
     """
 
@@ -78,6 +79,8 @@ class Recorder:
             raise TrimtabError(f"resume needs a run folder, and {folder} has no {RUN}: start a new run there")
         for name, key in ((METRICS, "metrics"), (TRACE, "trace")):
             path, wanted = recorder.folder / name, int(offsets[key])
+            if not path.is_file() and os.path.lexists(path):  # a pipe would be waited for
+                raise TrimtabError(f"{path} must be a file, and is a folder, a pipe or a broken link: move it away")
             found = path.stat().st_size if path.is_file() else 0
             if not 0 <= wanted <= found:
                 raise TrimtabError(
@@ -201,28 +204,28 @@ def _claim(folder: Path, *, force: bool) -> None:
                 f"{folder} already holds a run: continue it (--resume), replace it (--force, in Python "
                 "force=True), or choose another folder"
             )
-        for name in (RUN, METRICS, TRACE, REPORT):
-            (folder / name).unlink(missing_ok=True)
+        # A kill in between must leave a run that can be resumed: no checkpoint of files that are gone, and run.json,
+        # which knows the settings, until the new one takes its place.
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        for name in (METRICS, TRACE, REPORT):
+            (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def _write_run(path: Path, config: Mapping[str, Any]) -> None:
-    """Write run.json whole or not at all."""
+    """Write run.json, over the one of a run that is replaced."""
     run = {
         "format": FORMAT,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(sys.argv),
+        "command": command_line(),
         "git": _git_hash(),
         "versions": {name: _version(name) for name in ("trimtab", "torch", "numpy", "pyarrow")}
         | {"python": platform.python_version()},
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "config": config,
+        "config": without_secrets(plain(config)),
     }
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(plain(run), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, json.dumps(plain(run), indent=2, allow_nan=False) + "\n")
 
 
 def _version(package: str) -> str | None:

@@ -13,9 +13,16 @@ Another detector judges further columns, which a trace holds if the run was reco
 It is the live controller's own code (`advance`) run over a matrix, so on a run's own trace and policy it gives
 the run's own decisions, bit for bit. With another policy it is open-loop: in the recorded run a unit that went
 high changed the norms that followed, and a replay cannot know what they would have been otherwise.
+
+A trace that is larger than memory is given block by block, and two bytes per step are kept:
+
+    going = Replay(policy, recoverable, total_steps)
+    for block in trimtab.report.read.iter_trace("runs/a/trace.arrow"):
+        going.add(block.norms, block.seen)
+    going.decisions().summary()
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +37,7 @@ from trimtab.control.values import Bools, Floats
 from trimtab.errors import TrimtabError
 
 ROWS = 1024  # steps judged at once: large enough to amortise numpy calls, small enough for the cache
+CELLS = 1 << 20  # norms judged at once: with thousands of units fewer steps, so that memory does not grow with them
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,41 +84,82 @@ def replay(
     norms, seen, recoverable = _checked(norms, seen, recoverable)
     if keep not in ("all", "summary"):
         raise TrimtabError(f'keep must be "all" or "summary", got {keep!r}')
-    judge, further = detector_of(detector), _checked_columns(norms, columns)
-    check_columns(judge, {"norm": norms} | further)
-    limits = policy.resolve(int(recoverable.sum()), len(norms) if total_steps is None else total_steps)
-    state = State.fresh(recoverable, policy, limits, judge)
-    tally = Tally(recoverable, state.ledger.high, policy, limits)
     kept: list[Verdict] = []
-    alarms, reruns = [np.zeros(0, bool)], [np.zeros(0, bool)]
-    for start in range(0, len(norms), ROWS):
-        rows = slice(start, start + ROWS)
-        block = _as_float32(norms[rows])
-        if (block < 0).any():
-            raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
-        mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
-        part = {name: _as_float32(further[name][rows]) for name in judge.columns}
-        verdict, state = advance(state, block, mask, recoverable, policy, limits, judge, part)
-        alarms.append(tally.add(verdict))
-        reruns.append(verdict.rerun)
-        if keep == "all":
-            kept.append(verdict)
+    going = Replay(policy, recoverable, len(norms) if total_steps is None else total_steps, detector=detector)
+    going.add(norms, seen, columns, each=kept.append if keep == "all" else None)
+    return going.decisions(kept)
 
-    def column(pick: int, part: Literal["risk", "choice"], dtype: type) -> np.ndarray:
-        empty = np.zeros((0, norms.shape[1]), dtype)
-        return np.concatenate([empty] + [getattr(v, part)[pick] for v in kept])
 
-    return Decisions(
-        ratio=column(0, "risk", np.float64),
-        jump=column(1, "risk", np.float64),
-        risk=column(2, "risk", np.float64),
-        high=column(0, "choice", np.bool_),
-        denied=column(1, "choice", np.bool_),
-        rerun=np.concatenate(reruns),
-        alarmed=np.concatenate(alarms),
-        limits=limits,
-        tally=tally,
-    )
+class Replay:
+    """A replay of norms that come block by block; the blocks' lengths do not matter.
+
+    Args:
+        recoverable: (units,) mask of units that may be chosen.
+        total_steps: length of the run, which fixes the warm-up.
+        detector: what risks are read from.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        recoverable: Bools,  # (U,)
+        total_steps: int,
+        *,
+        detector: str | Mapping[str, Any] | Detector = "gnmr",
+    ) -> None:
+        self._policy, self._recoverable = policy, np.asarray(recoverable, bool)
+        self._judge = detector_of(detector)
+        self._limits = policy.resolve(int(self._recoverable.sum()), total_steps)
+        self._state = State.fresh(self._recoverable, policy, self._limits, self._judge)
+        self._tally = Tally(self._recoverable, self._state.ledger.high, policy, self._limits)
+        self._alarmed, self._rerun = [np.zeros(0, bool)], [np.zeros(0, bool)]
+
+    def add(
+        self,
+        norms: NDArray[np.floating],  # (T, U)
+        seen: Bools | None = None,  # (T, U)
+        columns: Mapping[str, NDArray[np.floating]] | None = None,  # each (T, U)
+        *,
+        each: Callable[[Verdict], None] | None = None,
+    ) -> None:
+        """Take the next passes, as `replay` takes all of them; `each` is given every verdict, some rows at a time."""
+        norms, seen, _ = _checked(norms, seen, self._recoverable)
+        further = _checked_columns(norms, columns)
+        check_columns(self._judge, {"norm": norms} | further)
+        together = max(min(ROWS, CELLS // max(norms.shape[1], 1)), 1)
+        for start in range(0, len(norms), together):
+            rows = slice(start, start + together)
+            block = _as_float32(norms[rows])
+            if (block < 0).any():
+                raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
+            mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
+            part = {name: _as_float32(further[name][rows]) for name in self._judge.columns}
+            verdict, self._state = advance(
+                self._state, block, mask, self._recoverable, self._policy, self._limits, self._judge, part
+            )
+            self._alarmed.append(self._tally.add(verdict))
+            self._rerun.append(verdict.rerun)
+            if each is not None:
+                each(verdict)
+
+    def decisions(self, kept: Sequence[Verdict] = ()) -> Decisions:
+        """What was decided so far; the matrices are those of the verdicts that somebody kept."""
+
+        def column(pick: int, part: Literal["risk", "choice"], dtype: type) -> np.ndarray:
+            empty = np.zeros((0, len(self._recoverable)), dtype)
+            return np.concatenate([empty] + [getattr(v, part)[pick] for v in kept])
+
+        return Decisions(
+            ratio=column(0, "risk", np.float64),
+            jump=column(1, "risk", np.float64),
+            risk=column(2, "risk", np.float64),
+            high=column(0, "choice", np.bool_),
+            denied=column(1, "choice", np.bool_),
+            rerun=np.concatenate(self._rerun),
+            alarmed=np.concatenate(self._alarmed),
+            limits=self._limits,
+            tally=self._tally,
+        )
 
 
 def _as_float32(norms: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ What is not finite is not written: `stability/nonfinite` says it. A sink is anyt
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +51,37 @@ class Sink(Protocol):
         """Write what is left."""
 
 
+class Sinks:
+    """Several sinks as one: what is not finite is left out, and a sink that fails is named once and gets no more."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand the values on."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, finite)
+            except Exception as error:
+                self._drop(sink, error)
+
+    def close(self) -> None:
+        """Let every sink write what is left."""
+        for sink in list(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        log.warning("%s failed and gets no more values: %s", type(sink).__name__, " ".join(str(error).split()))
+
+
 class Tee:
     """A recorder that also writes a few values to sinks.
 
@@ -67,7 +98,7 @@ class Tee:
             raise TrimtabError(f"every must be at least 1 step, got {every}")
         if not sinks:
             raise TrimtabError("a Tee writes to sinks, got none: give one, or pass the recorder itself")
-        self._recorder, self._sinks, self._every = recorder, list(sinks), every
+        self._recorder, self._sinks, self._every = recorder, Sinks(sinks), every
         self._units: list[str] = []
         self._num_recoverable = 1
         self._named: set[str] = set()
@@ -119,12 +150,7 @@ class Tee:
             "nonfinite": float(self._nonfinite),
         }
         values |= {f"risk/{self._units[unit]}": float(risks[unit]) for unit in self._offenders(high, risks)}
-        finite = {PREFIX + name: value for name, value in values.items() if math.isfinite(value)}
-        for sink in list(self._sinks):
-            try:
-                sink.write(step, finite)
-            except Exception as error:
-                self._drop(sink, error)
+        self._sinks.write(step, {PREFIX + name: value for name, value in values.items()})
         self._written = step
         self._forget()
 
@@ -141,15 +167,7 @@ class Tee:
         """Close the recorder, then the sinks."""
         if self._recorder is not None:
             self._recorder.close()
-        for sink in list(self._sinks):
-            try:
-                sink.close()
-            except Exception as error:
-                self._drop(sink, error)
-
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks.remove(sink)
-        log.warning("%s failed and gets no more values: %s", type(sink).__name__, " ".join(str(error).split()))
+        self._sinks.close()
 
     def __enter__(self) -> "Tee":
         return self
@@ -161,28 +179,35 @@ class Tee:
 class TensorBoard:
     """Writes scalars for TensorBoard.
 
+    A folder is opened at the first write, and what an earlier run has there of later steps is hidden: a run that goes
+    on from a checkpoint, or starts again, has one curve.
+
     Args:
         writer: a folder, or a `SummaryWriter` of your own, which is left open.
     """
 
     def __init__(self, writer: Any) -> None:
         self._own = isinstance(writer, str | Path)
+        self._folder, self._writer = (str(writer), None) if self._own else (None, writer)
         if self._own:
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                import torch.utils.tensorboard  # noqa: F401  # refused here, not in the middle of a run
             except ImportError:
                 raise missing_extra("tensorboard", "tensorboard", "Writing for TensorBoard") from None
-            writer = SummaryWriter(str(writer))
-        self._writer = writer
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
-        self._writer.close() if self._own else self._writer.flush()
+        if self._writer is not None:
+            self._writer.close() if self._own else self._writer.flush()
 
 
 class WandB:

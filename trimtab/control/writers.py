@@ -19,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.checks import parse_json
+from trimtab.control.messages import next_message, schema_of
 from trimtab.errors import TrimtabError, missing_extra
+from trimtab.files import disk_errors
 
 FORMAT = 1
 """Version of the folder's schema; raised when an old reader would misread a new folder."""
@@ -34,7 +37,7 @@ class MetricsWriter:
     """Appends JSON lines, and holds the controller's part of a step until the trainer's arrives."""
 
     def __init__(self, path: Path, position: int) -> None:
-        self.position = position
+        self._path, self.position = path, position
         self._file = path.open("ab", buffering=0)
         self._lines: list[bytes] = []
         self._pending: tuple[int, dict[str, Any]] | None = None
@@ -61,7 +64,8 @@ class MetricsWriter:
         self._lines.append(json.dumps(plain(line), allow_nan=False, separators=(", ", ": ")).encode() + b"\n")
 
     def flush(self) -> None:
-        self.position = _append(self._file, b"".join(self._lines), self.position)
+        with disk_errors(self._path):
+            self.position = _append(self._file, b"".join(self._lines), self.position)
         self._lines.clear()
 
     def close(self) -> None:
@@ -89,18 +93,21 @@ class TraceWriter:
         pa = _pyarrow()
         num_units = len(header["units"])
         further = list(header.get("columns", ()))
+        wanted = pa.schema(
+            [
+                pa.field("step", pa.int64(), nullable=False),
+                pa.field("norms", pa.list_(pa.float32(), num_units), nullable=False),
+                pa.field("high", pa.list_(pa.bool_(), num_units), nullable=False),
+                *(pa.field(name, pa.list_(pa.float32(), num_units), nullable=False) for name in further),
+            ],
+            metadata={METADATA_KEY: json.dumps(plain(header), allow_nan=False)},
+        )
         if self.position:
             self._schema = _same_units(self.path, header)
+            if not self._schema.equals(wanted):
+                raise TrimtabError(f"{self.path} has columns of other types: restore it, or start a new folder")
         else:
-            self._schema = pa.schema(
-                [
-                    pa.field("step", pa.int64(), nullable=False),
-                    pa.field("norms", pa.list_(pa.float32(), num_units), nullable=False),
-                    pa.field("high", pa.list_(pa.bool_(), num_units), nullable=False),
-                    *(pa.field(name, pa.list_(pa.float32(), num_units), nullable=False) for name in further),
-                ],
-                metadata={METADATA_KEY: json.dumps(plain(header), allow_nan=False)},
-            )
+            self._schema = wanted
             self._file = self.path.open("wb", buffering=0) if self._file is None else self._file
             self._send(self._schema.serialize())
         self._steps = np.empty(BATCH_ROWS, np.int64)
@@ -151,7 +158,8 @@ class TraceWriter:
 
     def _send(self, buffer: Any) -> None:
         assert self._file is not None
-        self.position = _append(self._file, buffer, self.position)
+        with disk_errors(self.path):
+            self.position = _append(self._file, buffer, self.position)
 
     def close(self) -> None:
         self.flush()
@@ -191,10 +199,16 @@ def _append(file: Any, data: Any, position: int) -> int:
 def _same_units(path: Path, header: dict[str, Any]) -> Any:
     """The schema of a trace that is continued, once its units are known to be the same."""
     pa = _pyarrow()
-    with pa.OSFile(str(path)) as source:
-        schema = pa.ipc.read_schema(source)
-    written = json.loads(schema.metadata[METADATA_KEY])
-    old, new = written["units"], header["units"]
+    try:
+        with pa.OSFile(str(path)) as source:
+            schema = schema_of(pa, next_message(pa, source))
+        written = parse_json(schema.metadata[METADATA_KEY])
+        old, new, keys = list(written["units"]), header["units"], ("policy", "max_high", "warmup_steps")
+        kept = {key: written[key] for key in keys}
+    except (EOFError, OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        raise TrimtabError(
+            f"{path} is damaged and cannot be continued ({type(error).__name__}): restore it, or start a new folder"
+        ) from None
     if old != new:
         at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         was = repr(old[at]) if at < len(old) else "nothing"
@@ -210,7 +224,7 @@ def _same_units(path: Path, header: dict[str, Any]) -> Any:
             f"there are {now['columns']} and {now['detector']}: resume with the same detector and sensors, or start a "
             "new folder"
         )
-    changed = [key for key in ("policy", "max_high", "warmup_steps") if written[key] != plain(header[key])]
+    changed = [key for key in keys if kept[key] != plain(header[key])]
     if changed:
         logger.warning("%s keeps the %s of its first start; a replay of it will use those", path, " and ".join(changed))
     return schema

@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import json
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -33,7 +34,9 @@ from typing import Any
 import torch
 
 from trimtab.control.record import RUN
+from trimtab.control.secrets import without_secrets
 from trimtab.errors import TrimtabError
+from trimtab.files import write_whole
 from trimtab.lab.arms import Arm, find_arm, run_arm
 from trimtab.lab.config import Config
 from trimtab.lab.run import Silent, Watcher
@@ -123,7 +126,7 @@ def _variant(cell: Cell, name: str) -> Arm:
 
 def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
     """Run a task, or find that it was run before."""
-    path, settings = task.folder / DONE, json.loads(json.dumps(task.arm.over(task.settings)))
+    path, settings = task.folder / DONE, without_secrets(json.loads(json.dumps(task.arm.over(task.settings))))
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         before, now = (Config.from_dict(one).to_dict() for one in (found["settings"], settings))
@@ -146,7 +149,7 @@ def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
     peak = torch.cuda.max_memory_allocated() if on_cuda else None
     outcome = Outcome(round(time.perf_counter() - started, 2), died, peak)
     said = {"settings": settings, "seconds": outcome.seconds, "died": died, "peak_bytes": peak}
-    path.write_text(json.dumps(said, indent=1), encoding="utf-8")
+    write_whole(path, json.dumps(said, indent=1))
     return outcome
 
 
@@ -179,7 +182,7 @@ def run_bench(
         told(number, len(todo), task, outcome)
     result = gather(suite, todo, command=command, given=given)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "bench.json").write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
+    write_whole(out / "bench.json", json.dumps(result, indent=1, allow_nan=False))
     return result
 
 
@@ -196,16 +199,21 @@ def _parallel(todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Outcome]]
     for task in todo:
         chains.setdefault((task.cell, task.seed), []).append(task)
     context = multiprocessing.get_context("spawn")  # a forked process would share torch's threads
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, context, _end_with_parent, (os.getpid(),)) as pool:
         running = {pool.submit(run_chain, chain): chain for chain in chains.values()}
         for future in as_completed(running):
             yield from zip(running[future], future.result(), strict=True)
 
 
-def _end_with_parent() -> None:
-    """On Linux: end when the bench ends, even if that was killed; an orphan would train on for hours."""
+def _end_with_parent(parent: int) -> None:
+    """On Linux: end when the bench ends, even if that was killed; an orphan would train on for hours.
+
+    It may have been killed before this: a process takes seconds to start, and its first tasks wait in a pipe.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def run_chain(chain: Sequence[Task]) -> list[Outcome]:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.checks import parse_json, shown
 from trimtab.errors import TrimtabError
 from trimtab.lab.task import IGNORED
 
@@ -124,13 +125,15 @@ def read_dialogues(path: Path, raw: bytes) -> Iterator[tuple[str, Messages]]:
             continue
         where = f"line {number} of {str(path)!r}"
         try:
-            entry = json.loads(line.decode("utf-8"))
+            entry = parse_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
             raise TrimtabError(
                 f"each line must be a JSON object, {where} is not: {error.msg} at column {error.colno}"
             ) from None
         except UnicodeDecodeError as error:
             raise TrimtabError(f"each line must be UTF-8, {where} is not: {error.reason}") from None
+        except ValueError as error:
+            raise TrimtabError(f"each line must be a JSON object that can be read, {where} is not: {error}") from None
         yield where, _messages(entry, where)
 
 
@@ -161,7 +164,7 @@ def _messages(entry: object, where: str) -> Messages:
             more = entry.get("input") if prompt == "instruction" else None
             asked = f"{entry[prompt]}\n\n{more}" if isinstance(more, str) and more else entry[prompt]
             return _checked([{"role": "user", "content": asked}, {"role": ANSWERS, "content": entry[answer]}], where)
-    found = ", ".join(map(repr, entry)) or "nothing"
+    found = ", ".join(map(shown, entry)) or "nothing"
     raise TrimtabError(f"a line holds strings under {forms}; {where} has {found}: rename its fields")
 
 

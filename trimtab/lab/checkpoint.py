@@ -12,17 +12,21 @@ either kind can be resumed by the other, but that fsdp2 does not take the file o
 """
 
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trimtab.checks import is_whole
 from trimtab.errors import TrimtabError
+from trimtab.files import disk_errors
 from trimtab.lab.parallel import World
 from trimtab.shards import local
 
@@ -40,7 +44,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     path = folder / f"{_name(step)}.pt"
     draft = path.with_suffix(".tmp")
     try:
-        with draft.open("wb") as file:
+        with disk_errors(draft), draft.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -72,7 +76,7 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
             log.warning("%s cannot be read (%s): trying the one before", path, " ".join(str(error).split())[:120])
             continue
-        if not isinstance(state, dict) or not {"step", "model", "optimizer", "offsets", "config"} <= set(state):
+        if not _is_ours(state):
             raise TrimtabError(f"{path} is not a checkpoint of trimtab train: move it away, or start a new folder")
         return path, state
     if found:  # starting over would remove them, and what they stand for
@@ -80,13 +84,45 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def _is_ours(state: Any) -> bool:
+    """Whether it has what every checkpoint of a run has."""
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("model", "config")):
+        return False
+    offsets, tensors = state.get("offsets"), state["model"].values()
+    whole = all(is_whole(state.get(key)) for key in ("step", "steps")) and isinstance(state.get("optimizer"), dict)
+    kept = isinstance(offsets, dict) and all(is_whole(offsets.get(key)) for key in ("metrics", "trace"))
+    return whole and kept and all(isinstance(tensor, Tensor) for tensor in tensors)
+
+
 def read(path: Path) -> dict[str, Any]:
     """What a checkpoint holds; of a folder all but its tensors, the model's as shapes."""
     if not path.is_dir():
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load(path)
     from trimtab.lab import dcp
 
     return dcp.read(path)
+
+
+def load(path: Path) -> Any:
+    """What `torch.save` has written: no code is run, and it is not larger in memory than on disk."""
+    if not path.is_file():  # a pipe would be waited for
+        raise TrimtabError(f"a checkpoint is a file, and {path} is none")
+    with zipfile.ZipFile(path) as parts:
+        packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist())
+        claimed = sum(part.file_size for part in parts.infolist())
+    if packed or claimed > path.stat().st_size:
+        raise TrimtabError(f"{path} says that it unpacks to {claimed:,} bytes, and has fewer: torch.save does not pack")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    todo, seen = [state], set()
+    while todo:  # one stored number may stand for 10^12 of them, or none for as many
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor) and (one.is_meta or one.nbytes > one.untyped_storage().nbytes()):
+            raise TrimtabError(f"{path} has a tensor of {one.numel():,} numbers that are not all in it")
+        todo += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
+    return state
 
 
 def weights(path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -98,11 +134,12 @@ def weights(path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return dcp.weights(path, state)
 
 
-def is_finite(model: nn.Module) -> bool:
-    """Whether every parameter, or what is here of it, is finite: one pass, one wait."""
-    pieces = [piece for p in model.parameters() if (piece := local(p.detach())).numel()]
-    norms = torch._foreach_norm(pieces)  # pyright: ignore[reportPrivateImportUsage]
-    return not norms or bool(torch.stack([norm.float().cpu() for norm in norms]).isfinite().all())
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every tensor, or what is here of it, is finite: one pass, one wait."""
+    pieces = [piece for tensor in tensors if (piece := local(tensor.detach())).numel()]
+    # The largest value: a sum of squares, as of second moments, would overflow where every number is finite.
+    largest = torch._foreach_norm(pieces, math.inf)  # pyright: ignore[reportPrivateImportUsage]
+    return not largest or bool(torch.stack([value.float().cpu() for value in largest]).isfinite().all())
 
 
 def check_model(weights: Mapping[str, Tensor], state: Mapping[str, Any], path: Path) -> None:
@@ -122,7 +159,8 @@ def _name(step: int) -> str:
 
 
 def _drop_old(folder: Path) -> None:
-    for _, old in _list(folder)[:-KEEP]:
+    """Remove all but the newest, and drafts that killed processes have left."""
+    for old in (*(path for _, path in _list(folder)[:-KEEP]), *folder.glob("step_*.tmp")):
         if old.is_dir():
             shutil.rmtree(old, ignore_errors=True)
         else:

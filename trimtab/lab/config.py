@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from trimtab.checks import is_number, is_whole, meant, require
+from trimtab.checks import is_number, is_whole, meant, require, shown
 from trimtab.control.detectors import detector_of
 from trimtab.control.policy import Policy
 from trimtab.errors import TrimtabError, missing_extra
@@ -68,6 +68,8 @@ TABLES = {
 }
 """Settings that are tables themselves, each with an example: `policy.alpha=2` sets one entry."""
 ENDS = "ends"
+MOST_VALUES = 10_000
+"""Of a config file, the entries of lists and tables counted."""
 SHIPPED = Path(__file__).parent / "configs"
 
 
@@ -176,6 +178,7 @@ class Settings:
         many = isinstance(self.fixed_high, list | tuple) and all(isinstance(p, str) for p in self.fixed_high)
         fine = many or self.fixed_high in (None, ENDS)
         require(fine, f"fixed_high must be a list of patterns, {ENDS!r}, or none", self.fixed_high)
+        require("name" not in self.recipe_options, "recipe_options are a recipe's own, and its name is recipe=", "name")
         if self.recipe == "none" and self.recipe_options:
             raise TrimtabError(f"recipe=none has no options, got {dict(self.recipe_options)}: leave them out")
         if self.recipe == "none" and self.mode == "act":
@@ -218,7 +221,7 @@ class Settings:
         """All settings as plain values."""
         return dataclasses.asdict(self) | {name: dict(getattr(self, name)) for name in TABLES}
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, /, **changes: Any) -> Self:
         """A copy with some settings changed."""
         return self.from_dict(self.to_dict() | changes)
 
@@ -287,8 +290,10 @@ def parse_value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # also of a number of more than 4,300 digits
         return text
+    except RecursionError:
+        raise TrimtabError(f"a value must not nest so deep, got {text[:60]!r}...") from None
 
 
 def _find(path: Path) -> Path:
@@ -305,6 +310,8 @@ def _find(path: Path) -> Path:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise TrimtabError(f"a config must be a readable text file, and {str(path)!r} is no file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -312,7 +319,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".toml":
         try:
             values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise TrimtabError(f"{path} is not valid TOML: {error}") from None
     elif path.suffix in (".yaml", ".yml"):
         values = _read_yaml(path, text)
@@ -320,6 +327,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise TrimtabError(f"a config file ends in .toml, .yaml or .yml, got {str(path)!r}")
     if not isinstance(values, dict):
         raise TrimtabError(f"a config must be a table of settings, {path} holds a {type(values).__name__}")
+    _check_size(values, path)
     for key in [key for key in values if isinstance(key, str) and "." in key]:  # a file may write policy.alpha as well
         _put(values, key, values.pop(key))
     for table in TABLES:
@@ -328,11 +336,23 @@ def _read_file(path: Path) -> dict[str, Any]:
     return {key: _none(value) for key, value in values.items()}
 
 
+def _check_size(values: Mapping[Any, Any], path: Path) -> None:
+    """Refuse what is no table of settings any more: a few aliases of YAML may stand for 10^10 values, or for no end."""
+    todo: list[Any] = [values]
+    seen = 0
+    while todo:
+        one = todo.pop()
+        seen += 1
+        todo += one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple | set) else ()
+        if seen + len(todo) > MOST_VALUES:
+            raise TrimtabError(f"a config must have at most {MOST_VALUES:,} values, {path} has more: shorten its lists")
+
+
 def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The settings of one table."""
     table = settings.get(name, {})
-    if not isinstance(table, Mapping):
-        raise TrimtabError(f"{name} must be a table of settings such as {name}.{TABLES[name]}, got {table!r}")
+    if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
+        raise TrimtabError(f"{name} must be a table of settings such as {name}.{TABLES[name]}, got {shown(table)}")
     return table
 
 
@@ -348,7 +368,7 @@ def _read_yaml(path: Path, text: str) -> Any:
         raise missing_extra("pyyaml", "cli", "A YAML config") from None
     try:
         return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TrimtabError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 

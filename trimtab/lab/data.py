@@ -26,11 +26,11 @@ definition, unlike the ranges drawn by numpy's distributions, which may change w
 """
 
 import hashlib
-import json
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +38,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.checks import parse_json
 from trimtab.errors import TrimtabError, missing_extra
 
 SEPARATOR = b"\n\n"
 CHUNK = 65_536
+HOLES = 65_536
+"""Numbers without a word that a vocabulary may have, beside as many as it has words."""
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -127,6 +130,7 @@ def _walk(root: Path, excluded: set[str]) -> list[Path]:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
+    found = [path for path in found if path.is_file()]  # no pipes, which would be waited for, and no broken links
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -165,8 +169,8 @@ def _lines(path: Path, raw: bytes) -> list[bytes]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
+            entry = parse_json(line)
+        except ValueError as error:
             raise TrimtabError(f"each line of a .jsonl must be JSON, line {number} of {str(path)!r}: {error}") from None
         documents.append(_text_of(entry, f"line {number} of {str(path)!r}").encode("utf-8", "replace"))
     return documents
@@ -190,21 +194,40 @@ def _tokenize(documents: list[bytes], path: Path) -> tuple[np.ndarray, int]:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise missing_extra("tokenizers", "tokenizers", "a tokenizer file") from error
-    try:
+    if not path.is_file():
+        raise TrimtabError(f"tokenizer must be a JSON file of the tokenizers package, {str(path)!r} is no file")
+    with _refused(path):
         encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
+    numbers = encoder.get_vocab().values()
+    vocab_size = 1 + max(numbers, default=-1)  # ids may have holes
+    if vocab_size > 2 * len(numbers) + HOLES:
         raise TrimtabError(
-            f"tokenizer must be a JSON file of the tokenizers package, got {str(path)!r}: {error}"
-        ) from None
-    vocab_size = 1 + max(encoder.get_vocab().values(), default=-1)  # ids may have holes
+            f"a model has a row for every number up to the vocabulary's largest, and {str(path)!r} has "
+            f"{len(numbers):,} words and the number {vocab_size - 1:,}: it is damaged, make it again"
+        )
     dtype = np.uint16 if vocab_size <= 65_536 else np.int32
     pieces = [piece for document in documents for piece in _pieces(document + SEPARATOR)]
-    parts = [
-        np.array(encoding.ids, dtype=dtype)
-        for start in range(0, len(pieces), 256)  # an encoding holds far more than its ids: a few at a time
-        for encoding in encoder.encode_batch(pieces[start : start + 256], add_special_tokens=False)
-    ]
+    with _refused(path):
+        parts = [
+            np.array(encoding.ids, dtype=dtype)
+            for start in range(0, len(pieces), 256)  # an encoding holds far more than its ids: a few at a time
+            for encoding in encoder.encode_batch(pieces[start : start + 256], add_special_tokens=False)
+        ]
     return np.concatenate(parts), vocab_size
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Whatever the tokenizers package raises, as one line; its panics are no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise TrimtabError(
+            f"tokenizer must be a JSON file of the tokenizers package that works, got {str(path)!r}: {said}"
+        ) from None
 
 
 def _pieces(document: bytes) -> Iterator[str]:

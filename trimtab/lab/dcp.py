@@ -18,9 +18,10 @@ On safety: `.metadata` is a pickle, torch 2.13 loads it with `pickle.load`, and 
 the machine that reads it. Values that are not tensors are pickles too, loaded with `weights_only=False`. So there are
 tensors alone in DCP's files, which it reads with `weights_only=True`, and `.metadata` is never opened here: `rest.pt`,
 read with `weights_only=True`, has an index of plain numbers, from which `_metadata` builds what DCP wants to know. An
-index may name DCP's data files in its own folder and nothing else.
+index may name DCP's data files in its own folder and nothing else, and no more bytes than they have.
 """
 
+import math
 import os
 import re
 import shutil
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from trimtab.errors import TrimtabError
+from trimtab.lab import checkpoint
 from trimtab.lab.checkpoint import REST
 from trimtab.lab.parallel import World
 from trimtab.shards import is_dtensor
@@ -79,13 +81,11 @@ def save(path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], world: Wo
 
 def read(path: Path) -> dict[str, Any]:
     """All that a checkpoint folder holds but its tensors; `model` has their shapes, on the meta device."""
-    state = torch.load(path / REST, map_location="cpu", weights_only=True)
+    state = checkpoint.load(path / REST)
     if not isinstance(state, dict) or not isinstance(state.get("index"), dict):
         raise TrimtabError(f"{path / REST} is not a checkpoint of trimtab train: it has no index")
     metadata = _metadata(state["index"], path)
-    for name in {info.relative_path for info in metadata.storage_data.values()}:
-        if not (path / name).is_file():
-            raise TrimtabError(f"{path} lacks its part {name}")
+    _check_sizes(metadata, path)
     shapes = {name: torch.empty(md.size, dtype=md.properties.dtype, device="meta") for name, md in _tensors(metadata)}
     return {**state, "model": below(shapes, "model")}
 
@@ -184,6 +184,21 @@ def _metadata(index: Mapping[str, Any], path: Path) -> Metadata:
     return Metadata(state_dict_metadata=tensors, storage_data=storage)
 
 
+def _check_sizes(metadata: Metadata, path: Path) -> None:
+    """Refuse an index of more bytes than there are, before anything is allocated by it."""
+    there: dict[str, int] = {}
+    for name in {info.relative_path for info in metadata.storage_data.values()}:
+        if not (path / name).is_file():
+            raise TrimtabError(f"{path} lacks its part {name}")
+        there[name] = (path / name).stat().st_size
+    for index, info in metadata.storage_data.items():
+        if not 0 <= info.offset <= info.offset + info.length <= there[info.relative_path]:
+            raise TrimtabError(f"{path} is cut short: {info.relative_path} ends before {index.fqn} does")
+    claimed = sum(math.prod(md.size) * md.properties.dtype.itemsize for _, md in _tensors(metadata))
+    if claimed > sum(there.values()):
+        raise TrimtabError(f"{path} claims {claimed:,} bytes of tensors and holds {sum(there.values()):,}: get it anew")
+
+
 def _dtype(entry: Mapping[str, Any]) -> torch.dtype:
     found = getattr(torch, str(entry["dtype"]), None)
     if not isinstance(found, torch.dtype):
@@ -192,6 +207,8 @@ def _dtype(entry: Mapping[str, Any]) -> torch.dtype:
 
 
 def _size(numbers: Sequence[int]) -> torch.Size:
+    if any(not 0 <= int(number) < 1 << 62 for number in numbers):
+        raise ValueError(f"{list(numbers)} is no size")
     return torch.Size([int(number) for number in numbers])
 
 

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.checks import shown
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.lab.damage import flipped, spiked, with_nan, zeroed
@@ -54,6 +55,8 @@ KINDS: dict[str, float | None] = {
 }
 """Each kind with its usual size; None where a size has no meaning."""
 
+MOST_WINDOWS = 100_000
+"""Repetitions of a fault: each becomes a window of its own."""
 SHARES = ("zero_blocks", "bit_flip")
 SCALES = ("stale_scale", "stuck_scale")
 
@@ -87,7 +90,9 @@ class FaultWindow:
         for name in ("start", "width", "every", "count"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise TrimtabError(f"a fault's {name} must be an integer of at least 1, got {value!r}")
+                raise TrimtabError(f"a fault's {name} must be an integer of at least 1, got {shown(value)}")
+        if self.count is not None and self.count > MOST_WINDOWS:
+            raise TrimtabError(f"a fault's count must be at most {MOST_WINDOWS:,}, got {shown(self.count)}")
         if not isinstance(self.seed, int):
             raise TrimtabError(f"a fault's seed must be an integer, got {self.seed!r}")
         if (self.every is None) != (self.count is None):

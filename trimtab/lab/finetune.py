@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from trimtab.control.sinks import Sinks
 from trimtab.errors import TrimtabError, missing_extra
 from trimtab.lab.arms import random_from
 from trimtab.lab.chat import Example, ExampleSampler, collate, load_examples, pad_id, read_source
@@ -46,6 +47,7 @@ def finetune(
     resume: bool = False,
     force: bool = False,
     watcher: Watcher | None = None,
+    sinks: Sinks | None = None,
 ) -> Result:
     """Fine-tune from settings (those of `FinetuneConfig`, `model` and `data` at least) into a run folder.
 
@@ -59,7 +61,8 @@ def finetune(
     selection = None
     if asked.get("random_like") is not None:
         selection = random_from(Path(asked["random_like"]), int(asked.get("seed", 0)))
-    return train(settings, out, resume=resume, force=force, watcher=watcher, selection=selection, task=Finetuning)
+    kind: dict[str, Any] = {"selection": selection, "task": Finetuning, "sinks": sinks}
+    return train(settings, out, resume=resume, force=force, watcher=watcher, **kind)
 
 
 class Finetuning:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.control.record import RUN
+from trimtab.control.secrets import without_secrets
 from trimtab.lab.bench import DONE, Task
 from trimtab.lab.config import Config
 from trimtab.lab.intervals import Interval, gap_closed, interval, paired
@@ -51,7 +52,7 @@ def gather(
     """Everything there is to say about the runs of a bench; plain values, no NaN."""
     cells = [_cell(suite, cell, [task for task in todo if task.cell == cell.name]) for cell in suite.cells]
     first = json.loads((todo[0].folder / RUN).read_text(encoding="utf-8"))
-    return {
+    said = {
         "format": FORMAT,
         "suite": suite.name,
         "family": suite.family,
@@ -68,6 +69,7 @@ def gather(
         "cells": cells,
         "sweeps": sweeps(cells),
     }
+    return without_secrets(said)
 
 
 def _cell(suite: Suite, cell: Cell, mine: Sequence[Task]) -> dict[str, Any]:

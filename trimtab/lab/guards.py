@@ -21,6 +21,7 @@ from torch import nn
 from trimtab.control.advance import Verdict
 from trimtab.control.units import Unit
 from trimtab.control.values import Bools
+from trimtab.errors import NonFiniteError
 from trimtab.lab.config import Settings
 from trimtab.lab.optimizers import checked_options
 from trimtab.optim.skipping import SkipStep
@@ -42,13 +43,25 @@ class Guard(Protocol):
 
 
 class Skipping:
-    """Drops the update of a step whose loss or norm is an outlier."""
+    """Drops the update of a step whose loss or norm is an outlier.
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    Steps that are not finite it drops too, and a run that makes only such steps learns nothing more: so it has the
+    controller's patience with them, whatever the controller's mode.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any], max_nonfinite: int) -> None:
         self._skip = SkipStep(model.parameters(), **options)
+        self._most, self._bad_steps = max_nonfinite, 0
 
     def step_(self, loss: float) -> dict[str, int]:
-        return {"skipped": int(self._skip.step_(loss))}
+        skipped = int(self._skip.step_(loss))
+        self._bad_steps = self._bad_steps + 1 if self._skip.nonfinite else 0
+        if self._bad_steps >= self._most:
+            raise NonFiniteError(
+                f"loss or gradient was not finite, and the step skipped, {self._bad_steps} times in a row "
+                f"(max_nonfinite={self._most}): lower the learning rate, or go back to an earlier checkpoint"
+            )
+        return {"skipped": skipped}
 
     def state_dict(self) -> dict[str, Any]:
         return self._skip.state_dict()
@@ -89,5 +102,6 @@ class ClipFlagged:
 def build_guard(model: nn.Module, config: Settings, units: tuple[Unit, ...]) -> Guard | None:
     """The guard that settings name."""
     if config.guard == "skip_step":
-        return Skipping(model, checked_options("guard_options", SkipStep, config.guard_options))
+        options = checked_options("guard_options", SkipStep, config.guard_options)
+        return Skipping(model, options, config.build_policy().max_nonfinite)
     return ClipFlagged(units) if config.guard == "clip_flagged" else None

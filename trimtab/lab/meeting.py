@@ -11,6 +11,8 @@ error that came first. So:
               wakes NCCL (gloo wakes when the failed process ends), and raises `RankError`, which nobody shows.
     leave     A rank that has not left after `LEAVE_SECONDS` is ended. One that is stuck without an error ends all
               after `TIMEOUT`.
+    roll      Where a connection breaks, or SIGTERM comes, and nobody has said why, the ranks are called: who does not
+              answer has ended (killed), who answers but waits for nobody is the one that the others waited for.
 
 What is wrong on all ranks, such as a setting, is thereby shown once. SIGTERM, which torchrun sends to the ranks that
 are left, unwinds like Ctrl-C, so that files are closed.
@@ -39,7 +41,7 @@ LEAVE_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 """How long it stays after that, so that whoever started the ranks sees the one that failed fail first."""
 LOOK_SECONDS = 0.5
-"""How often a rank looks whether another has failed."""
+"""How often a rank looks whether another has failed, or calls the roll."""
 
 _meetings = 0
 """How many have ended in this process: each has its own keys on the store."""
@@ -64,7 +66,7 @@ def meet(kind: str) -> Iterator[World]:
         return
     store = _store() if started else distributed_c10d._get_default_store()
     line = Line(store, world)
-    with _terminated_as_interrupted():
+    with _terminated_as_interrupted(line):
         line.listen()
         try:
             if started:
@@ -72,7 +74,7 @@ def meet(kind: str) -> Iterator[World]:
             yield world
             world.wait()
         except BaseException as error:
-            told = _lost(error)
+            told = line.lost(error)
             mine = line.tell(told)
             with suppress(Exception):
                 distributed_c10d._abort_process_group()
@@ -108,6 +110,8 @@ class Line:
         self._store = PrefixStore(f"trimtab/failure/{_meetings}", store)
         self._ended = threading.Event()
         self._said = ""
+        self.terminated = False
+        """Whether SIGTERM has come."""
 
     def tell(self, error: BaseException) -> bool:
         """Say that this rank has failed; whether it was the first. Its error then carries its number."""
@@ -126,6 +130,45 @@ class Line:
         self._wait_for_others()
         return True
 
+    def lost(self, error: BaseException) -> BaseException:
+        """The error to tell: where a connection broke, or torchrun ends all, and nobody has said why, who has gone."""
+        broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        if not broken and not self.terminated:
+            return error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the rank that is to be named
+        ended, working = self._roll()
+        if self.terminated and not ended:
+            return error
+        if ended or not working:
+            cause = f"{self._named(ended)} ended without an error of its own (killed? out of memory?)"
+        else:
+            cause = f"{self._named(working)} kept the others waiting for {TIMEOUT.total_seconds():g} s"
+        return ConnectionResetError(
+            f"{cause}; the run folder is whole up to its last checkpoint, --resume continues it"
+        )
+
+    def _roll(self) -> tuple[list[int], list[int]]:
+        """Call the roll: ranks that have ended, and ranks that are at work while others wait for them."""
+        store, ranks = self._store, range(self._world.size)
+        try:
+            store.add(f"waited/{self._world.rank}", 1)
+            store.set("roll", "called")
+            until = time.monotonic() + 4 * LOOK_SECONDS
+            while time.monotonic() < until:
+                if store.check(["first"]):  # somebody knows more, and is believed
+                    return [], []
+                time.sleep(LOOK_SECONDS / 5)
+            here, waited = ({r for r in ranks if store.add(f"{kind}/{r}", 0)} for kind in ("here", "waited"))
+        except (RuntimeError, ValueError):  # the store has gone with the rank that held it
+            return ([] if _is_held_by_torchrun() else [0]), []
+        return [r for r in ranks if r not in here | waited], [r for r in ranks if r not in waited]
+
+    def _named(self, ranks: list[int]) -> str:
+        if not ranks:
+            return "another rank"
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self._world.size}"
+
     def said(self) -> str:
         """What the first rank that failed has said."""
         rank, _, text = self._said.partition("\n")
@@ -142,7 +185,10 @@ class Line:
 
     def _listen(self, store: Store) -> None:
         with suppress(RuntimeError, ValueError):  # the store has gone: so will the connections
+            answered = False
             while not self._ended.wait(LOOK_SECONDS):
+                if not answered and store.check(["roll"]):
+                    answered = store.add(f"here/{self._world.rank}", 1) > 0
                 if store.check(["first"]):
                     self._said = self._said or store.get("first").decode()
                     break
@@ -162,7 +208,7 @@ class Line:
 
     def _wait_for_others(self) -> None:
         """The rank that holds the store keeps it until all have heard: torchrun itself holds it, others may not."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not self._world.leads:
+        if _is_held_by_torchrun() or not self._world.leads:
             return
         until = time.monotonic() + LINGER_SECONDS
         with suppress(RuntimeError, ValueError):
@@ -170,15 +216,9 @@ class Line:
                 time.sleep(0.05)
 
 
-def _lost(error: BaseException) -> BaseException:
-    """The error to tell: where a connection broke and nobody has said why, that a rank has gone."""
-    broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-    if not broken:
-        return error
-    return ConnectionResetError(
-        "another rank has ended, or does not answer, without an error of its own (killed? out of memory?); the run "
-        "folder is whole up to its last checkpoint, --resume continues it"
-    )
+def _is_held_by_torchrun() -> bool:
+    """Whether torchrun holds the store; otherwise the first rank does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(timeout: timedelta = TIMEOUT) -> Store:
@@ -202,13 +242,14 @@ def _start(store: Store, world: World) -> None:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def _terminated_as_interrupted(line: Line) -> Iterator[None]:
     """SIGTERM unwinds as Ctrl-C does, so that files are closed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
+        line.terminated = True
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -12,13 +12,13 @@ peak learning rate (`initial_lr`, as torch's schedulers call it) and all follow 
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from trimtab.checks import meant
+from trimtab.checks import meant, shown
 from trimtab.errors import TrimtabError
 from trimtab.lab.config import Settings
 from trimtab.optim.clipping import AdaGC, AutoClip, ZClip
@@ -121,6 +121,11 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def moments(self) -> Iterator[Tensor]:
+        """What the optimizers remember of past gradients."""
+        entries = (entry for optimizer in self.optimizers for entry in optimizer.state.values())
+        return (v for entry in entries for v in entry.values() if isinstance(v, Tensor) and v.is_floating_point())
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for optimizer in self.optimizers:
@@ -169,9 +174,29 @@ class Update:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            groups = [dict(group) for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            _check_loaded(optimizer, groups)
         if self.transform is not None:
             self.transform.load_state_dict(state_dict["transform"])
+
+
+def _check_loaded(optimizer: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a state that is not of these parameters and settings: torch takes it, and fails in the next step."""
+    for ours, theirs in zip(before, optimizer.param_groups, strict=True):
+        for key in ours.keys() | theirs.keys():
+            if key not in ("params", "lr") and theirs.get(key, "absent") != ours.get(key, "absent"):
+                raise TrimtabError(
+                    f"the optimizer was saved with {key}={shown(theirs.get(key, 'absent'))}, and has "
+                    f"{shown(ours.get(key, 'absent'))} now: resume with the settings it was made with"
+                )
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return  # ours look at their own
+    keys = [set(entry) for entry in optimizer.state.values()]
+    for p, entry in optimizer.state.items():
+        shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in entry.values()]
+        if set(entry) != keys[0] or not all(shape in ((), tuple(p.shape)) for shape in shapes):
+            raise TrimtabError(f"the optimizer's state of a {tuple(p.shape)} parameter is not of that shape: {shapes}")
 
 
 def _transform(model: nn.Module, config: Settings) -> Transform | None:

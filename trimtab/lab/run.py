@@ -17,6 +17,7 @@ On several ranks (`parallel.py`) each has a `Run` of its own and does all of thi
 gradients.
 """
 
+import logging
 import platform
 import time
 import warnings
@@ -33,7 +34,9 @@ from trimtab.control import act
 from trimtab.control.act import running
 from trimtab.control.controller import Controller
 from trimtab.control.record import CHECKPOINTS, Recorder
+from trimtab.control.secrets import without_secrets
 from trimtab.control.selections import Fixed, Selection
+from trimtab.control.sinks import Sinks, Tee
 from trimtab.control.units import find_units
 from trimtab.control.values import Event, Plan
 from trimtab.errors import NoEffectWarning, TrimtabError
@@ -51,6 +54,8 @@ from trimtab.linear.account import describe_saved
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, path_state
 from trimtab.linear.paths import Recipe
+
+log = logging.getLogger(__name__)
 
 OTHER = {
     "data": ("other text", "give the same data; the standard library's text differs between Python versions"),
@@ -109,6 +114,7 @@ class Run:
     Args:
         world: the ranks that share the run; each builds its own, at the same time.
         task: what makes the model and the data from the settings.
+        sinks: get the controller's few values as well as the run folder.
     """
 
     recorder: Recorder | Unwritten
@@ -120,8 +126,9 @@ class Run:
         selection: Selection | None = None,
         world: World | None = None,
         task: type[Task] = Pretraining,
+        sinks: Sinks | None = None,
     ) -> None:
-        self.config, self.watcher = config, watcher
+        self.config, self.watcher, self._sinks = config, watcher, sinks
         self.world = World() if world is None else world
         parallel.check(config, self.world)
         self.device = _device(parallel.local_device(config.device, self.world))
@@ -144,6 +151,7 @@ class Run:
             selection = self.guard
         self.selection = build_selection(config, units, selection, self._norms)
         self.step, self.last_step = 0, config.steps
+        self._bad_ranks: list[int] = []  # whose loss was not finite in the last step
         self.tokens_per_step = self.task.tokens_per_step
         self.controller = self._control(None)  # refuses what it cannot control before a folder is touched
 
@@ -176,7 +184,7 @@ class Run:
             self.config.build_policy(),
             mode=self.config.mode,
             total_steps=self.config.steps,
-            recorder=recorder,
+            recorder=recorder if recorder is None or not self._sinks else Tee(recorder, self._sinks),
             on_event=self.watcher.happened,
             units=None if self.report is not None else self.config.unit,
             selection=self.selection,
@@ -236,7 +244,16 @@ class Run:
             if self.memories is not None:
                 self.memories.after(number)
             total += loss.detach()
-        return self.world.mean(total)
+        return self._shared(total)
+
+    def _shared(self, loss: Tensor) -> float:
+        """The mean loss of all ranks; where it is not finite, whose it was is said once."""
+        losses = self.world.gather(loss.double())
+        bad = torch.nonzero(~losses.isfinite()).flatten().tolist()
+        if bad and not self._bad_ranks and self.world.leads and self.world.size > 1:
+            log.warning("step %d: the loss is not finite on rank %s", self.step, ", ".join(map(str, bad)))
+        self._bad_ranks = bad
+        return losses.mean().item()
 
     def _parts(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of the micro-batches of the present step, cut into parts of equal size; on the CPU."""
@@ -283,16 +300,18 @@ class Run:
         return sum(loss * count for loss, count in counts) / sum(count for _, count in counts)
 
     def save(self) -> None:
-        """Write a checkpoint, unless the weights are broken: the last healthy one is then kept."""
-        if not self.world.all(checkpoint.is_finite(self.model)):
-            raise TrimtabError(
-                f"the weights are not finite at step {self.step}, so no checkpoint is written: "
-                "resume from the last one with a lower lr, or with clip=1"
-            )
+        """Write a checkpoint, unless what would be in it is broken: the last healthy one is then kept."""
+        kept = {"weights": self.model.parameters(), "optimizer's moments": self.update.moments()}
+        for what, tensors in kept.items():
+            if not self.world.all(checkpoint.is_finite(tensors)):
+                raise TrimtabError(
+                    f"the {what} are not finite at step {self.step}, so no checkpoint is written: "
+                    "resume from the last one with a lower lr, or with clip=1"
+                )
         state = {
             "step": self.step,
             "steps": self.last_step,
-            "config": self.config.to_dict(),
+            "config": without_secrets(self.config.to_dict()),  # as in run.json
             **self.task.identity,
             "controller": self.controller.state_dict(),
             "guard": None if self.guard is None else self.guard.state_dict(),
@@ -304,8 +323,8 @@ class Run:
         folder = self.recorder.folder / CHECKPOINTS
         if self.config.parallel == "none":
             state |= {"model": self.task.weights(), "optimizer": self.update.state_dict()}
+            self.task.saved(self.recorder.folder, last=self.step == self.last_step)  # first: the checkpoint ends a run
             checkpoint.save(folder, self.step, state)
-            self.task.saved(self.recorder.folder, last=self.step == self.last_step)
             return
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         more, rest = self.update.named_state(self._names())
@@ -344,7 +363,18 @@ class Run:
             raise changed("faults", ours, theirs)
 
     def load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
+        """Continue from a checkpoint; of one that is damaged whatever its parts raise becomes one line."""
+        try:
+            self._load(path, state)
+        except (TrimtabError, OSError):
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise TrimtabError(
+                f"{path} cannot be continued ({said}): move it away to go on from the one before"
+            ) from error
+
+    def _load(self, path: Path, state: Mapping[str, Any]) -> None:
         if path.is_dir():
             self._load_tensors(path, state)
         else:

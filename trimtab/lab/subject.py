@@ -133,7 +133,9 @@ def _hugging_face(path: Path) -> nn.Module:
     except ImportError:
         raise missing_extra("transformers", "hf", "A Hugging Face folder") from None
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, dtype=torch.float32
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:160]
         raise TrimtabError(

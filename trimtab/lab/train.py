@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab.control.record import CHECKPOINTS, Recorder
 from trimtab.control.selections import Selection
+from trimtab.control.sinks import Sinks
 from trimtab.lab import checkpoint
 from trimtab.lab.meeting import meet
 from trimtab.lab.parallel import Unwritten, World
@@ -45,6 +46,7 @@ def train(
     watcher: Watcher | None = None,
     selection: Selection | None = None,
     task: type[Task] = Pretraining,
+    sinks: Sinks | None = None,
 ) -> Result:
     """Train from settings (those of `Config`; missing ones have defaults) into a run folder.
 
@@ -53,6 +55,7 @@ def train(
             repeated; a different one is refused by name, except a larger `steps`.
         force: replace the run that is in `out`.
         task: what is trained on what, with settings of its own.
+        sinks: where the controller's few values go besides the run folder (`dashboard.py`).
 
     With the setting `parallel` every rank calls this, with the same arguments. A failure of one ends all: it raises its
     error, with its rank as a note, and the others `RankError`.
@@ -66,7 +69,8 @@ def train(
         config, steps = merge_settings(stored, settings, reached, task.settings)
         if found is not None and int(found[1]["step"]) >= steps:
             return _finished(out, found[1])
-        run = Run(config, watcher if world.leads else Silent(), selection, world, task)
+        watcher, sinks = (watcher, sinks) if world.leads else (Silent(), None)
+        run = Run(config, watcher, selection, world, task, sinks)
         run.check_faults(settings.get("faults", config.faults))
         if found is None:
             described, replaced = run.describe(), force or stored is not None

@@ -84,18 +84,20 @@ class SkipStep:
         self._recent = Recent(torch.zeros(window, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
         self.skipped = False
         """Whether the last step was dropped."""
+        self.nonfinite = False
+        """Whether it was dropped because norm or loss was not finite."""
 
     @torch.no_grad()
     def step_(self, loss: float | Tensor | None = None) -> bool:
         """Set the gradients to None if this step is an outlier; says whether it was."""
+        self.skipped = self.nonfinite = False
         if all(param.grad is None for param in self._gradients.params):  # dropped already: there was no step
-            self.skipped = False
             return False
         norm = float(self._gradients.norms(together=True))
         values = torch.tensor([norm, 0.0 if loss is None else float(loss)], dtype=torch.float64)
         given = torch.tensor([not norm < LEAST_NORM, loss is not None])
         drop, self._recent = self._skip(values, given, self._recent)
-        self.skipped = bool(drop.any())
+        self.skipped, self.nonfinite = bool(drop.any()), not bool(values.isfinite().all())
         if self.skipped:
             for param in self._gradients.params:
                 param.grad = None

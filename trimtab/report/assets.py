@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import missing_extra
+from trimtab.files import write_whole
 
 
 def asset(name: str) -> str:
@@ -33,5 +34,5 @@ def write(page: str, path: str | Path) -> Path:
     """Write a page, its folder too if need be, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
     return path

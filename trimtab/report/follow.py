@@ -18,23 +18,24 @@ there is more.
 """
 
 import base64
-import json
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from trimtab.checks import parse_json
 from trimtab.control.advance import State
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.errors import TrimtabError
+from trimtab.report.names import visible
 from trimtab.report.passes import Rules, judged, rules_of
 from trimtab.report.pool import encode
-from trimtab.report.read import Trace, iter_batches
+from trimtab.report.read import Trace, is_step, iter_batches, number_of
 from trimtab.report.strip import BAD, COUNT, HIGH, LOW, SUM, Strip
 
 REMEMBERED = 4096
@@ -44,9 +45,13 @@ MAX_SHOWN = 256
 """Most units in the heat-map; of more, those with the largest ratios."""
 MAX_EVALS = 6
 MAX_EVENTS = 120
+LONGEST_MESSAGE = 1000
 NOTABLE = ("nonfinite", "rerun", "persistent", "budget_full")
 NOW_ROWS = 10
 CURVES = ("loss", "grad_norm", "num_high")
+TOLD = (*CURVES, "lr", "tokens_per_s")
+LONGEST_LINE = 16 << 20
+"""Bytes of a line of metrics.jsonl; a longer one is no line of a run, and is counted as broken and never held."""
 
 
 class Growing:
@@ -98,6 +103,8 @@ class Follower:
                 "check the path"
             )
         self.generation = 0
+        self.began = -math.inf
+        """When the last reading began, by `time.monotonic`."""
         self._start()
 
     def _start(self) -> None:
@@ -114,7 +121,7 @@ class Follower:
         self._state: State | None = None
         self.strip = Strip(0)
         self.step = 0
-        self.last: dict[str, Any] = {}  # the newest value of each metric
+        self.last: dict[str, Any] = {}  # the newest values of some metrics
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.notable: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS // 4)
         self._told_at = 0
@@ -124,7 +131,8 @@ class Follower:
 
     def refresh(self, seconds: float = 1.0) -> None:
         """Read what is new, for about so long."""
-        until = time.monotonic() + seconds
+        self.began = time.monotonic()
+        until = self.began + seconds
         if self._run != _stamp(self.folder / RUN) or self._metrics.is_other() or self._trace.is_other():
             self._start()
         self.tick += 1
@@ -152,13 +160,13 @@ class Follower:
 
     def _open(self, header: Trace) -> None:
         """Learn what the rows of the trace mean."""
+        rules = self._rules = rules_of(header, acted=True)  # first: it refuses a header that makes no sense
         self.header = header
         early, self.strip = self.strip, Strip(len(header.units))
         if early.curves:  # metrics came first: read them again, into columns that have units
             self._metrics, self._broken_lines = Growing(self._metrics.path), 0
             self.events.clear()
             self.notable.clear()
-        rules = self._rules = rules_of(header, acted=True)
         num_units = len(header.units)
         self._state = State.fresh(rules.recoverable, rules.policy, rules.limits, rules.detector)
         self._chosen = self._state.ledger.high[None]  # by the pass before
@@ -196,17 +204,8 @@ class Follower:
             return
         with self._metrics.path.open("rb") as file:
             file.seek(self._metrics.offset)
-            size = CHUNK
-            while data := file.read(size):
-                whole = data.rfind(b"\n") + 1
-                if not whole and len(data) < size:
-                    break
-                if not whole:  # a line longer than that
-                    file.seek(-len(data), os.SEEK_CUR)
-                    size *= 2
-                    continue
-                self._take(data[:whole].splitlines())
-                file.seek(whole - len(data), os.SEEK_CUR)
+            while lines := _next_lines(file):
+                self._take(lines)
                 self._metrics.read_to(file.tell())
                 if time.monotonic() > until:
                     self.behind = True
@@ -217,9 +216,9 @@ class Follower:
         found: dict[str, tuple[list[int], list[float]]] = {}
         for raw in raw_lines:
             try:
-                line = json.loads(raw)
+                line = parse_json(raw)
                 step = line["step"]
-                if not isinstance(step, int):
+                if not is_step(step):
                     raise TypeError
             except (ValueError, TypeError, KeyError):
                 self._broken_lines += 1
@@ -229,11 +228,12 @@ class Follower:
                 if key == "events":
                     self._tell(step, value)
                 elif value is None or isinstance(value, int | float):
-                    self.last[key] = value
+                    if key in TOLD:
+                        self.last[key] = value
                     if self._is_drawn(key, found):
                         steps, values = found.setdefault(key, ([], []))
                         steps.append(step)
-                        values.append(math.nan if value is None else float(value))
+                        values.append(number_of(value))
         for key, (steps, values) in found.items():
             self.strip.add_values(self.tick, key, steps, values)
 
@@ -246,8 +246,8 @@ class Follower:
     def _tell(self, step: int, events: Any) -> None:
         for event in events if isinstance(events, list) else ():
             if isinstance(event, dict):
-                kind, message = str(event.get("kind", "")), str(event.get("message", ""))
-                told = {"step": step, "kind": kind, "message": message}
+                kind, message = (str(event.get(name, ""))[:LONGEST_MESSAGE] for name in ("kind", "message"))
+                told = {"step": step, "kind": visible(kind), "message": visible(message)}
                 self.events.append(told)
                 if kind in NOTABLE:
                     self.notable.append(told)
@@ -275,12 +275,12 @@ class Follower:
             "token": ours,
             "tick": self.tick,
             "behind": self.behind,
-            "name": self.name,
+            "name": visible(self.name),
             "step": self.step,
             "total": self._total(),
             "age": self._age(),
-            "notes": self._notes(),
-            "last": {key: _plain(self.last.get(key)) for key in (*CURVES, "lr", "tokens_per_s")},
+            "notes": [visible(note) for note in self._notes()],
+            "last": {key: _plain(self.last.get(key)) for key in TOLD},
             "first": strip.first,
             "width": strip.width,
             "used": strip.used,
@@ -298,7 +298,7 @@ class Follower:
             share = np.minimum(np.ceil(counts * (255 / strip.width)), 255).astype(np.uint8)  # 0 means never
             told["heat"] = {"ratio": _packed(encode(strip.ratio[rows][:, shown])), "high": _packed(share)}
             if tick < 0:
-                told["units"] = [header.units[unit] for unit in shown]
+                told["units"] = [visible(header.units[unit]) for unit in shown]
         return told
 
     def _pick(self) -> list[int]:
@@ -319,7 +319,7 @@ class Follower:
         order = np.lexsort((-self._risk, ~self._high))[: max(NOW_ROWS, min(int(self._high.sum()), 4 * NOW_ROWS))]
         return [
             {
-                "unit": self.header.units[i],
+                "unit": visible(self.header.units[i]),
                 "ratio": _plain(float(self._ratio[i])),
                 "risk": _plain(float(self._risk[i])),
                 "nonfinite": bool(np.isinf(self._risk[i])),
@@ -354,6 +354,21 @@ class Follower:
         return notes
 
 
+def _next_lines(file: BinaryIO) -> list[bytes]:
+    """The next whole lines, about a megabyte of them; pieces of one that is too long are empty ones."""
+    lines: list[bytes] = []
+    start = file.tell()
+    while file.tell() - start < CHUNK and (raw := file.readline(LONGEST_LINE)):
+        if raw.endswith(b"\n"):
+            lines.append(raw)
+        elif len(raw) == LONGEST_LINE:
+            lines.append(b"")
+        else:  # half written: it waits
+            file.seek(-len(raw), os.SEEK_CUR)
+            break
+    return lines
+
+
 def _identity(descriptor: int) -> tuple[int, int]:
     stat = os.fstat(descriptor)
     return stat.st_dev, stat.st_ino
@@ -370,7 +385,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,12 +25,14 @@ from trimtab.control.policy import Policy
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.errors import TrimtabError
 from trimtab.report.names import Naming, loss_rank, of_chart, visible
-from trimtab.report.read import Trace, iter_trace, read_run, scan_trace
+from trimtab.report.read import Trace, iter_trace, read_columns, scan_trace
 from trimtab.report.tables import Curves, kind_of, read_curves
 from trimtab.report.verdict import brief, plural
 
 WHOLE = "whole model"
 """The name of the one unit of a log that has only the global norm."""
+SPARSE_CELLS = 10_000_000
+"""A table of steps by units that is larger must have a value in every hundredth cell."""
 FOLDER_FILES = ("trainer_state.json", "metrics.csv", "metrics.jsonl")
 
 
@@ -126,8 +128,8 @@ def _of_trace(path: Path) -> Log:
 
 
 def _of_folder(folder: Path) -> Log:
-    run = read_run(folder, with_trace=False)
-    loss, norm = (_curve(*run.column(key)) for key in ("loss", "grad_norm"))
+    run, columns = read_columns(folder, "loss", "grad_norm")
+    loss, norm = (_curve(*columns[key]) for key in ("loss", "grad_norm"))
     notes = [] if loss else ["no loss was logged in this run"]
     notes += [_torn(folder / METRICS, run.dropped_bytes)] if run.dropped_bytes else []
     more = {"loss": loss, "grad_norm": norm, "config": run.config, "folder": folder}
@@ -293,6 +295,12 @@ def _whole(log: Log) -> Log:
 def _with_units(log: Log, units: Mapping[str, Curve]) -> Log:
     """Put curves of norms side by side, by step."""
     steps = np.unique(np.concatenate([curve.steps for curve in units.values()]))
+    cells, filled = len(steps) * len(units), sum(len(curve.steps) for curve in units.values())
+    if cells > max(SPARSE_CELLS, 100 * filled):
+        raise TrimtabError(
+            f"{log.name} has {len(units):,} columns of norms over {len(steps):,} steps with {filled:,} values in all: "
+            "that is no log of one run; name the columns of it with --columns PATTERN"
+        )
     norms = np.full((len(steps), len(units)), np.nan, np.float32)
     seen = np.zeros(norms.shape, bool)
     for column, curve in enumerate(units.values()):

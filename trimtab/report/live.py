@@ -12,27 +12,44 @@ Training may hold secrets in names and losses, and a browser will talk to any lo
         here is refused) and none that another site's page has sent
     knows three routes, and takes two numbers and a token from the client: no path ever comes from outside
     sends a page that may load nothing from anywhere else; names from runs are put into it as text
+    reads 64 KiB of a request at most, and hangs up on one that is not over after a minute
+    serves 64 connections at once: when one more comes, the oldest has to go, so nobody can keep the others out by
+        being slow
 
 Whoever has an account on this machine can read the page, as with other tools of this kind.
 
-Nothing is read while nobody looks. A request reads what is new for a second at most and says if there is more.
+Nothing is read while nobody looks. A request reads what is new for a second at most and says if there is more. Requests
+that wait for the same folder share a reading, as long as it began after they came: fifty readers cost what two do.
 """
 
 import contextlib
 import errno
 import json
+import logging
+import socket
 import threading
+import time
 from collections.abc import Sequence
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from trimtab.errors import TrimtabError
 from trimtab.report.assets import asset
 from trimtab.report.follow import Follower
 
+log = logging.getLogger(__name__)
+
 HOST = "127.0.0.1"
 PORT = 8642
+MOST_OPEN = 64
+"""Connections at once."""
+IDLE, PATIENCE = 20.0, 60.0
+"""Seconds that a client may say nothing, and that a whole request may take."""
+LONGEST = 1 << 16
+"""Bytes of a request: its line and its headers."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -42,6 +59,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 REFUSED = "GET and HEAD on /, /live.js and /data are all there is.\n"
@@ -91,7 +109,10 @@ class Live:
 
     def answer(self, target: str) -> tuple[str, bytes] | None:
         """The kind and body of what a request asks for; None if there is no such thing."""
-        parts = urlsplit(target)
+        try:
+            parts = urlsplit(target)
+        except ValueError:  # such as brackets that are no address
+            return None
         if parts.scheme or parts.netloc:
             return None
         if parts.path == "/":
@@ -111,23 +132,77 @@ class Live:
             return None
         if not 0 <= number < len(self.followers):
             return None
-        follower = self.followers[number]
+        follower, came = self.followers[number], time.monotonic()
         with self._locks[number]:
-            follower.refresh()
+            if follower.began < came:
+                follower.refresh()
             told = follower.since(asked.get("token", ""), tick)
         body = json.dumps(told | {"runs": len(self.followers)}, allow_nan=False, separators=(",", ":"))
         return "application/json", body.encode()
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are only so many and none for long."""
+
     daemon_threads = True
+    request_queue_size = MOST_OPEN
     live: Live
+
+    def __init__(self, *args: Any) -> None:
+        self._since: dict[socket.socket, float] = {}  # open connections, the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            oldest = next(iter(self._since)) if len(self._since) >= MOST_OPEN else None
+            self._since[request] = time.monotonic()
+        if oldest is not None:
+            self._hang_up(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called by `serve_forever` several times a second: hang up on whoever takes too long."""
+        with self._lock:
+            late = [link for link, since in self._since.items() if time.monotonic() - since > PATIENCE]
+        for link in late:
+            self._hang_up(link)
+
+    def _hang_up(self, link: socket.socket) -> None:
+        """Wake the thread of a connection with the end of its input; it closes the rest."""
+        with self._lock:
+            self._since.pop(link, None)
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+
+
+class _Bounded:
+    """The lines of a request, as long as they are not too many bytes together."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left, self.close = file, LONGEST + 1, file.close
+
+    def readline(self, size: int) -> bytes:
+        if self._left <= 0:
+            raise LineTooLong("headers")
+        line = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        return line
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "trimtab", ""
-    timeout = 20  # a client that says nothing does not hold a thread for ever
+    timeout = IDLE  # pyright: ignore[reportAssignmentType]
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _Bounded(self.rfile)
 
     def do_GET(self) -> None:
         self._answer()
@@ -138,21 +213,24 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         if not self._is_ours():
             return self._send(403, "text/plain; charset=utf-8", b"This page is for a browser on this machine.\n")
-        found = self.server.live.answer(self.path)
+        try:
+            found = self.server.live.answer(self.path)
+        except Exception:
+            log.exception("%s could not be answered", self.path[:100])
+            return self.send_error(500)
         if found is None:
             return self._send(404, "text/plain; charset=utf-8", REFUSED.encode())
         return self._send(200, *found)
 
     def _is_ours(self) -> bool:
         """Whether the request is addressed to this machine, and not sent by another site's page."""
-        hosts = self.headers.get_all("Host") or []
-        origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site")
-        allowed = self.server.live.hosts
-        if len(hosts) != 1 or hosts[0].lower() not in allowed:
+        hosts, origins, sites = (self.headers.get_all(name, []) for name in ("Host", "Origin", "Sec-Fetch-Site"))
+        ours = self.server.live.hosts
+        if len(hosts) != 1 or hosts[0].lower() not in ours:
             return False
-        if origin is not None and origin.lower() not in {f"http://{host}" for host in allowed}:
+        if any(origin.lower() not in {f"http://{host}" for host in ours} for origin in origins):
             return False
-        return site is None or site in ("same-origin", "none")
+        return all(site in ("same-origin", "none") for site in sites)
 
     def _refuse(self) -> None:
         self._send(405, "text/plain; charset=utf-8", REFUSED.encode(), Allow="GET, HEAD")
@@ -160,12 +238,17 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse  # noqa: N815
 
     def _send(self, code: int, kind: str, body: bytes, **more: str) -> None:
+        self.request_version = self.protocol_version  # headers also for who has named no version, or a wrong one
         self.send_response(code)
         for name, value in (HEADERS | {"Content-Type": kind, "Content-Length": str(len(body))} | more).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse as everything is answered: as plain text, and nothing of the request in it."""
+        self._send(code, "text/plain; charset=utf-8", f"{code} {self.responses.get(code, ('',))[0]}\n".encode())
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):  # the browser has gone away

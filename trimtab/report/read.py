@@ -17,7 +17,8 @@ not. A step may occur twice: a pass that was run again.
 No torch here, and pyarrow only when a trace is read.
 """
 
-import json
+import math
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.checks import parse_json
 from trimtab.control.decide import Quota
+from trimtab.control.messages import CONTINUATION, is_compressed, next_message, schema_of
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.control.writers import FORMAT, METADATA_KEY
 from trimtab.errors import TrimtabError, missing_extra
 
-_CONTINUATION = b"\xff\xff\xff\xff"
-"""What every message of an Arrow IPC stream starts with."""
+CELLS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +92,7 @@ class Run:
         """Steps and values of one metric, NaN where a line says null; lines without the key are left out."""
         rows = [(line["step"], line[key]) for line in self.metrics if key in line]
         steps = np.array([step for step, _ in rows], np.int64)
-        values = [value if isinstance(value, int | float) else np.nan for _, value in rows]
-        return steps, np.array(values, np.float64)
+        return steps, np.array([number_of(value) for _, value in rows], np.float64)
 
 
 class Scan(NamedTuple):
@@ -125,11 +126,15 @@ def read_trace(path: str | Path) -> Trace:
     return replace(_join(rows), dropped_bytes=blocks[-1].dropped_bytes)
 
 
-def iter_trace(path: str | Path, rows: int = 4096) -> Iterator[Trace]:
-    """Read a trace in blocks of `rows` rows (the last may be shorter); an empty trace gives no block."""
+def iter_trace(path: str | Path, rows: int | None = None) -> Iterator[Trace]:
+    """Read a trace in blocks of `rows` rows (the last may be shorter); an empty trace gives no block.
+
+    Without a number a block has 4,096 rows, or so many fewer that it holds a million norms.
+    """
     held: list[Trace] = []
     count = 0
     for batch in _batches(Path(path)):
+        rows = rows or max(min(4096, CELLS // max(len(batch.units), 1)), 1)
         while count + len(batch) >= rows:
             cut = rows - count
             yield _join([*held, _slice(batch, 0, cut)])
@@ -180,7 +185,7 @@ def iter_batches(path: str | Path, offset: int = 0) -> Iterator[tuple[Trace, int
     with pa.OSFile(str(path)) as source:
         head = source.read(4)
         source.seek(0)
-        if head != _CONTINUATION[: len(head)]:
+        if head != CONTINUATION[: len(head)]:
             raise TrimtabError(f"{path} is not a trimtab trace: it is not an Arrow IPC stream")
         schema = _next_schema(pa, source, path)
         if schema is None:
@@ -188,8 +193,12 @@ def iter_batches(path: str | Path, offset: int = 0) -> Iterator[tuple[Trace, int
         header = _header(pa, schema, path)
         source.seek(max(offset, source.tell()))
         yield header, source.tell()
-        while (batch := _next_batch(pa, source, schema)) is not None:
-            yield _columns(batch, header), source.tell()
+        while (batch := _next_batch(pa, source, schema, path)) is not None:
+            try:
+                block = _columns(batch, header)
+            except ValueError:
+                raise TrimtabError(f"{path} is damaged before byte {source.tell():,}: restore it") from None
+            yield block, source.tell()
 
 
 def _batches(path: Path) -> Iterator[Trace]:
@@ -208,19 +217,27 @@ def _batches(path: Path) -> Iterator[Trace]:
 def _next_schema(pa: Any, source: Any, path: Path) -> Any:
     """Read the schema message; None if the file ends inside it."""
     try:
-        message = pa.ipc.read_message(source)
-    except (EOFError, OSError, pa.ArrowInvalid):
+        message = next_message(pa, source)
+    except (EOFError, OSError, pa.ArrowException):
         return None
     try:
-        return pa.ipc.read_schema(message)
+        return schema_of(pa, message)
     except (OSError, pa.ArrowException):
         raise TrimtabError(f"{path} is not a trimtab trace: its first message is not an Arrow schema") from None
 
 
-def _next_batch(pa: Any, source: Any, schema: Any) -> Any:
+def _next_batch(pa: Any, source: Any, schema: Any, path: Path) -> Any:
     """Read the next batch; None at the end of the file or where it is torn."""
     try:
-        batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
+        message = next_message(pa, source)
+        if message.type != "record batch":
+            return None
+        if is_compressed(message):
+            raise TrimtabError(
+                f"{path} has compressed batches, which may unpack to any size and are not written by trimtab: write it "
+                "anew without compression"
+            )
+        batch = pa.ipc.read_record_batch(message, schema)
         batch.validate()
     except (EOFError, OSError, pa.ArrowException):
         return None
@@ -235,30 +252,29 @@ def _empty(num_units: int) -> Trace:
 def _header(pa: Any, schema: Any, path: Path) -> Trace:
     """What the schema says of the trace, checked, as a trace of no rows."""
     try:
-        told = json.loads((schema.metadata or {})[METADATA_KEY])
+        told = parse_json((schema.metadata or {})[METADATA_KEY])
         units = tuple(str(name) for name in told["units"])
-        if told["format"] > FORMAT:
-            raise TrimtabError(
-                f"{path} has format {told['format']}, this trimtab reads up to {FORMAT}: upgrade trimtab"
-            )
+        newer, names = told["format"] > FORMAT, schema.names  # the latter decodes them
         header = replace(
             _empty(len(units)),
             units=units,
-            recoverable=np.array(told["recoverable"], bool),
+            recoverable=np.array([bool(one) for one in told["recoverable"]], bool),
             policy=dict(told["policy"]),
-            max_high=int(told["max_high"]),
-            warmup_steps=int(told["warmup_steps"]),
-            total_steps=None if told["total_steps"] is None else int(told["total_steps"]),
+            max_high=_count(told["max_high"]),
+            warmup_steps=_count(told["warmup_steps"]),
+            total_steps=None if told["total_steps"] is None else _count(told["total_steps"]),
             columns={str(name): np.zeros((0, len(units)), np.float32) for name in told.get("columns", ())},
-            detector=dict(told.get("detector", {"name": "gnmr"})),
-            quotas=tuple(Quota(tuple(part), most) for part, most in told.get("quotas", ())),
+            detector={"name": "gnmr"} | dict(told.get("detector", {})),
+            quotas=tuple(_quota(part, most, len(units)) for part, most in told.get("quotas", ())),
         )
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         raise TrimtabError(f"{path} is not a trimtab trace: its schema does not carry our metadata") from None
+    if newer:
+        raise TrimtabError(f"{path} has format {told['format']}, this trimtab reads up to {FORMAT}: upgrade trimtab")
     wanted = {"step": pa.int64(), "norms": pa.list_(pa.float32(), len(units)), "high": pa.list_(pa.bool_(), len(units))}
     wanted |= {name: pa.list_(pa.float32(), len(units)) for name in header.columns}
     for name, kind in wanted.items():
-        found = schema.field(name).type if name in schema.names else "absent"
+        found = schema.field(name).type if names.count(name) == 1 else "absent"
         if found != kind:
             raise TrimtabError(f"{path} is not a trimtab trace: column {name!r} must be {kind}, found {found}")
     if len(header.recoverable) != len(units):
@@ -266,9 +282,27 @@ def _header(pa: Any, schema: Any, path: Path) -> Trace:
     return header
 
 
+def _count(value: Any) -> int:
+    """A number of units or steps."""
+    if not is_step(value) or value < 0:
+        raise ValueError(value)
+    return value
+
+
+def _quota(part: Any, most: Any, num_units: int) -> Quota:
+    units = tuple(_count(unit) for unit in part)
+    if any(unit >= num_units for unit in units):
+        raise ValueError(units)
+    return Quota(units, _count(most))
+
+
 def _columns(batch: Any, header: Trace) -> Trace:
-    """One Arrow batch as numpy."""
+    """One Arrow batch as numpy; ValueError where only norms may be null, and something else is."""
     shape = (batch.num_rows, len(header.units))
+    lists = [batch.column(name) for name in ("norms", "high", *header.columns)]
+    nulls = [batch.column("step"), *lists, batch.column("high").flatten()]
+    if any(column.null_count for column in nulls):
+        raise ValueError("nulls")
     norms = batch.column("norms").flatten()
     seen = norms.is_valid().to_numpy(zero_copy_only=False).reshape(shape)
     values = norms.to_numpy(zero_copy_only=False).reshape(shape)  # a null becomes NaN
@@ -276,6 +310,8 @@ def _columns(batch: Any, header: Trace) -> Trace:
     columns = {
         name: batch.column(name).flatten().to_numpy(zero_copy_only=False).reshape(shape) for name in header.columns
     }
+    if (values < 0).any():
+        raise ValueError("negative norms")
     return replace(header, steps=batch.column("step").to_numpy(), norms=values, seen=seen, high=high, columns=columns)
 
 
@@ -283,31 +319,66 @@ def _read_info(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        info = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError:
         info = None
     if not isinstance(info, dict):
         raise TrimtabError(f"{path} must be one JSON object, and it is not: restore it, or remove it to read the rest")
     return info
 
 
+def read_columns(
+    folder: str | Path, *keys: str
+) -> tuple[Run, dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]]:
+    """A run without its metrics and its trace, and what `Run.column` gives for some keys: a few bytes per line."""
+    folder = Path(folder)
+    run = Run(folder, _read_info(folder / RUN), (), None)
+    found = {key: (array("q"), array("d")) for key in keys}
+    torn: list[int] = []
+    for line in _lines(folder / METRICS, torn):
+        for key, (steps, values) in found.items():
+            if key in line:
+                steps.append(line["step"])
+                values.append(number_of(line[key]))
+    columns = {key: (np.array(steps, np.int64), np.array(values, np.float64)) for key, (steps, values) in found.items()}
+    return replace(run, dropped_bytes=sum(torn)), columns
+
+
 def _read_metrics(path: Path) -> tuple[tuple[dict[str, Any], ...], int]:
     """The lines of metrics.jsonl, and the length of a torn last one."""
+    torn: list[int] = []
+    return tuple(_lines(path, torn)), sum(torn)
+
+
+def _lines(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl one by one; the length of a torn last one is put into `torn`."""
     if not path.is_file():
-        return (), 0
-    lines = []
+        return
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                line = json.loads(raw)
-            except (json.JSONDecodeError, UnicodeDecodeError):
+                line = parse_json(raw)
+            except ValueError:
                 if not raw.endswith(b"\n"):
-                    return tuple(lines), len(raw)
+                    torn.append(len(raw))
+                    return
                 line = None
-            if not (isinstance(line, dict) and isinstance(line.get("step"), int)):
+            if not (isinstance(line, dict) and is_step(line.get("step"))):
                 raise TrimtabError(f"{path}, line {number}: must be a JSON object with a step, got {raw[:60]!r}")
-            lines.append(line)
-    return tuple(lines), 0
+            yield line
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of a file is the number of a step."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 62
+
+
+def number_of(value: Any) -> float:
+    """A value of a file as a number; NaN for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
 
 
 def _pyarrow() -> Any:

@@ -12,9 +12,9 @@ An empty cell, a missing key and a null are "not logged in this step"; NaN and I
 record, half a line) is left out and counted. Only columns that are asked for are kept.
 """
 
+import codecs
 import csv
 import io
-import json
 import math
 import struct
 from array import array
@@ -26,12 +26,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.checks import parse_json
 from trimtab.errors import TrimtabError, missing_extra
 from trimtab.report.names import STEPS
 
 Wanted = Callable[[str], bool]
 LONGEST = 1 << 30
 """No record of an event file is as long: its length is damaged."""
+FARTHEST = 2.0**53
+"""Steps are below: from there on a float holds no odd number."""
+MOST_CELLS = 100_000_000
+DEEPEST = 32
 
 
 @dataclass
@@ -167,13 +172,16 @@ def _csv(path: Path, wanted: Wanted, is_step: Wanted, curves: Curves) -> None:
         curves.torn += 1
         return "skip"
 
+    handler = skip if _is_utf8(path, pa) else None  # Arrow's handler is given text, and none of other bytes
     kept = [name for name in dict.fromkeys(header) if wanted(name) or is_step(name)]
     curves.names |= dict.fromkeys(header)
     try:
         table = pa_csv.read_csv(
             path,
             read_options=pa_csv.ReadOptions(use_threads=False),
-            parse_options=pa_csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip, newlines_in_values=True),
+            parse_options=pa_csv.ParseOptions(
+                delimiter=delimiter, invalid_row_handler=handler, newlines_in_values=True
+            ),
             convert_options=pa_csv.ConvertOptions(
                 include_columns=kept or header[:1],
                 column_types=dict.fromkeys(kept, pa.string()),
@@ -182,9 +190,27 @@ def _csv(path: Path, wanted: Wanted, is_step: Wanted, curves: Curves) -> None:
                 quoted_strings_can_be_null=True,
             ),
         )
-    except pa.ArrowException as error:
-        raise TrimtabError(f"{path} is not a CSV file with one header line: {str(error).splitlines()[0]}") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise TrimtabError(f"{path} is not a CSV file with one header line: {_line(error)}") from None
     _table(path, pa, table, wanted, is_step, curves)
+
+
+def _is_utf8(path: Path, pa: Any) -> bool:
+    """Look over a CSV file once: whether it is UTF-8. One that unpacks to far more than it looks like is refused."""
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with pa.input_stream(str(path), compression="detect") as stream:
+            while data := stream.read(1 << 20):
+                size += len(data)
+                if size > max(MOST_CELLS * 8, path.stat().st_size):
+                    raise TrimtabError(f"{path} unpacks to more than {size:,} bytes: unpack it, and give fewer rows")
+                decoder.decode(data)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    except (pa.ArrowException, OSError) as error:
+        raise TrimtabError(f"{path} is not a CSV file: {_line(error)}") from None
+    return True
 
 
 def _header(path: Path, pa: Any) -> tuple[list[str], str]:
@@ -195,7 +221,13 @@ def _header(path: Path, pa: Any) -> tuple[list[str], str]:
         raise TrimtabError(f"{path} is empty: give a file with a header line and one row per step")
     first = start.decode("utf-8-sig", errors="replace").splitlines()[0]
     delimiter = max(",;\t", key=first.count)
-    return next(csv.reader(io.StringIO(first), delimiter=delimiter)), delimiter
+    try:
+        names = next(csv.reader(io.StringIO(first), delimiter=delimiter), [])
+    except csv.Error as error:
+        raise TrimtabError(f"{path} is not a CSV file with one header line: {error}") from None
+    if not names:
+        raise TrimtabError(f"{path} begins with an empty line: give a file with a header line and one row per step")
+    return names, delimiter
 
 
 def _parquet(path: Path, wanted: Wanted, is_step: Wanted, curves: Curves) -> None:
@@ -206,21 +238,38 @@ def _parquet(path: Path, wanted: Wanted, is_step: Wanted, curves: Curves) -> Non
         file = parquet.ParquetFile(path)
         curves.names |= dict.fromkeys(file.schema_arrow.names)
         kept = [name for name in file.schema_arrow.names if wanted(name) or is_step(name)]
+        _check_size(path, file.metadata.num_rows, max(len(kept), 1))
         table = file.read(columns=kept)
-    except pa.ArrowException as error:
-        raise TrimtabError(f"{path} is not a Parquet file: {str(error).splitlines()[0]}") from None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged one is any of these
+        raise TrimtabError(f"{path} is not a Parquet file: {_line(error)}") from None
     _table(path, pa, table, wanted, is_step, curves)
+
+
+def _check_size(path: Path, rows: int, columns: int) -> None:
+    """Refuse what would fill the memory: a few kilobytes may unpack to anything."""
+    if rows * columns > MOST_CELLS:
+        raise TrimtabError(
+            f"{path} has {rows:,} rows of {columns:,} columns, and at most {MOST_CELLS:,} values are read: write fewer "
+            "rows, such as every tenth"
+        )
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
 def _table(path: Path, pa: Any, table: Any, wanted: Wanted, is_step: Wanted, curves: Curves) -> None:
     """Columns of an Arrow table, each without its empty cells."""
     step = _step_column(path, [name for name in table.column_names if is_step(name)], curves)
-    at, there = _numbers(pa, table.column(step))
-    there &= np.isfinite(at)
+    places: dict[str, int] = {}
+    for place, name in enumerate(table.column_names):
+        places.setdefault(name, place)  # of a name that is there twice the first counts
+    at, there = _numbers(pa, table.column(places[step]))
+    there = there & (np.abs(at) < FARTHEST)
     curves.without_step += int((~there).sum())
-    for name in table.column_names:
+    for name, place in places.items():
         if wanted(name):
-            values, filled = _numbers(pa, table.column(name))
+            values, filled = _numbers(pa, table.column(place))
             rows = filled & there
             curves.extend(name, at[rows].astype(np.int64), values[rows])
 
@@ -241,15 +290,15 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last is of whole numbers of hundreds of digits
         return None
 
 
 def _json_rows(path: Path, curves: Curves, kind: str) -> Iterator[Mapping[str, Any]]:
     if kind == "json":
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            told = parse_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise TrimtabError(f"{path} is not JSON: {error}") from None
         rows = told.get("log_history") if isinstance(told, dict) else told
         if not isinstance(rows, list):
@@ -259,8 +308,8 @@ def _json_rows(path: Path, curves: Curves, kind: str) -> Iterator[Mapping[str, A
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                row = json.loads(raw) if raw.strip() else {}
-            except (json.JSONDecodeError, UnicodeDecodeError):
+                row = parse_json(raw) if raw.strip() else {}
+            except ValueError:
                 if raw.endswith(b"\n"):
                     raise TrimtabError(f"{path}, line {number}: must be a JSON object, got {raw[:60]!r}") from None
                 curves.torn += 1
@@ -278,7 +327,7 @@ def _rows(path: Path, rows: Iterable[Mapping[str, Any]], wanted: Wanted, is_step
         curves.names |= dict.fromkeys(flat)
         named = [name for name in flat if is_step(name)]
         at = _number(flat[_step_column(path, named, curves)]) if named else None
-        if at is None or not math.isfinite(at):
+        if at is None or not abs(at) < FARTHEST:
             curves.without_step += bool(flat)
             continue
         ours = "num_high" in flat  # our own metrics.jsonl says null where a value was not finite
@@ -290,10 +339,11 @@ def _rows(path: Path, rows: Iterable[Mapping[str, Any]], wanted: Wanted, is_step
         _step_column(path, [], curves)
 
 
-def _flat(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(prefix: str, row: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The values of an object by their paths; what lies more than `DEEPEST` objects down is no curve."""
     for key, value in row.items():
         if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{key}/", value)
+            yield from _flat(f"{prefix}{key}/", value, depth + 1) if depth < DEEPEST else ()
         elif not isinstance(value, list):
             yield f"{prefix}{key}", value
 

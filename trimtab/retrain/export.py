@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
-from trimtab.retrain.packed import Packed, load_packed_, safetensors, save_packed
+from trimtab.files import disk_errors
+from trimtab.retrain.packed import Packed, check_packed, load_packed_, safetensors, save_packed
 from trimtab.retrain.walk import Retrained
 
 PACKED = "packed.safetensors"
@@ -145,8 +146,13 @@ def load_folder(folder: str | Path) -> tuple[nn.Module, dict[str, Packed]]:
             raise TrimtabError(f"a packed folder holds a {name}, {str(folder)!r} has none: give the folder that has it")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options: dict[str, Any] = {"trust_remote_code": False, "dtype": config.dtype or torch.float32}
+        with torch.device("meta"):  # a config may claim any size: first see that the file has it
+            check_packed(AutoModelForCausalLM.from_config(config, **options), folder / PACKED)
         with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except TrimtabError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise TrimtabError(f"{folder / 'config.json'} is not of a causal language model: {error}") from None
     return model.eval(), load_packed_(model, folder / PACKED)
@@ -160,7 +166,8 @@ def _whole(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        yield draft
+        with disk_errors(draft):
+            yield draft
         draft.chmod(0o755)
         os.replace(draft, folder)
     except BaseException:

@@ -19,6 +19,7 @@ sum is exact for every order of summation: the same bits on every device, with a
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimtab.checks import is_whole, parse_json, require, shown
 from trimtab.errors import TrimtabError, missing_extra
+from trimtab.files import disk_errors
 from trimtab.retrain.settings import Settings
 
 FORMAT = "trimtab packed 1"
@@ -103,6 +106,7 @@ class Packed:
     def from_tensors(cls, shape: Iterable[int], settings: Settings, tensors: Mapping[str, Tensor]) -> "Packed":
         """The opposite of `tensors`; a size or type that does not fit the shape is refused."""
         rows, columns = shape
+        require(is_whole(rows, 1) and is_whole(columns, 1), "a weight has a whole number of rows and columns", shape)
         expected = expected_tensors(rows, columns, settings)
         found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
         for name in expected.keys() | found.keys():
@@ -161,17 +165,26 @@ def _shifts(bits: int) -> np.ndarray:
 def write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write a safetensors file with a header of ours, whole or not at all."""
     save = safetensors().torch.save_file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
+    room = path.with_suffix(".tmp")  # safetensors leaves a file with a name of its own here when it is killed
+    draft = room / path.name
+    _clear(room)
+    room.mkdir(parents=True)
     try:
-        save({name: value.contiguous() for name, value in tensors.items()}, draft, {"trimtab": json.dumps(header)})
-        draft.chmod(0o644)  # safetensors makes it the owner's alone
-        with draft.open("rb+") as file:
-            os.fsync(file.fileno())
+        with disk_errors(draft):
+            save({name: value.contiguous() for name, value in tensors.items()}, draft, {"trimtab": json.dumps(header)})
+            draft.chmod(0o644)  # safetensors makes it the owner's alone
+            with draft.open("rb+") as file:
+                os.fsync(file.fileno())
         os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    finally:
+        _clear(room)
+
+
+def _clear(room: Path) -> None:
+    if room.is_dir():
+        shutil.rmtree(room, ignore_errors=True)
+    else:
+        room.unlink(missing_ok=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -188,14 +201,14 @@ def read_header(path: Path) -> dict[str, Any]:
         raise TrimtabError(f"a packed file must exist, {str(path)!r} does not: give the path of one")
     try:
         with theirs.safe_open(path, framework="pt") as file:  # checks that the file is as long as it says
-            header = json.loads((file.metadata() or {})["trimtab"])
+            header = parse_json((file.metadata() or {})["trimtab"])
         version = header["format"]
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, ValueError):
         raise TrimtabError(f"{path} is a safetensors file but not one of trimtab quantize: give another") from None
     except theirs.SafetensorError as error:
         raise TrimtabError(f"{path} is not a whole safetensors file ({error}): make or get it once more") from None
     if version != FORMAT:
-        raise TrimtabError(f"{path} has the format {version!r}, this trimtab reads {FORMAT!r}: update it")
+        raise TrimtabError(f"{path} has the format {shown(version)}, this trimtab reads {FORMAT!r}: update it")
     return header
 
 
@@ -272,18 +285,10 @@ def load_packed_(model: nn.Module, path: str | Path) -> dict[str, Packed]:
     path = Path(path)
     tensors, header = read(path)
     linears = from_file(path, tensors, header)
-    own = model.state_dict()
-    same = header.get("same", {})
+    same = _tied(path, header, tensors)
     shapes = {f"{name}.weight": one.shape for name, one in linears.items()}
-    shapes |= {name: tuple(value.shape) for name, value in tensors.items()}
-    shapes |= {name: shapes.get(place) for name, place in same.items()}
-    for name in sorted(own.keys() | shapes.keys()):
-        here = tuple(own[name].shape) if name in own else None
-        if here != shapes.get(name):
-            raise TrimtabError(
-                f"{path} is of another model: {name} is {shapes.get(name) or 'absent'} there and {here or 'absent'} "
-                "here; build the model from the config.json beside the file"
-            )
+    _check_shapes(model, path, shapes | {name: tuple(value.shape) for name, value in tensors.items()}, same)
+    own = model.state_dict()
     for name, value in tensors.items():
         own[name].copy_(value)
     for name, place in same.items():
@@ -292,6 +297,47 @@ def load_packed_(model: nn.Module, path: str | Path) -> dict[str, Packed]:
         weight = own[f"{name}.weight"]
         weight.copy_(one.weight(weight.dtype))
     return linears
+
+
+def check_packed(model: nn.Module, path: str | Path) -> None:
+    """Refuse a file that is not of this model by its shapes alone: the model may be on the meta device."""
+    path = Path(path)
+    header = read_header(path)
+    try:
+        settings, linears = Settings.from_dict(header["settings"]), dict(header["linears"])
+        with safetensors().safe_open(path, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        for name, (rows, columns) in linears.items():
+            for part, (shape, _) in expected_tensors(rows, columns, settings).items():
+                if stored.pop(f"{name}.{part}", None) != shape:
+                    raise ValueError(f"{name} is no {rows} x {columns} weight in {settings.bits} bits")
+        shapes = {f"{name}.weight": tuple(shape) for name, shape in linears.items()}
+        _check_shapes(model, path, shapes | stored, _tied(path, header, stored))
+    except TrimtabError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise TrimtabError(f"{path} is not a packed file of trimtab quantize: {error}") from None
+
+
+def _tied(path: Path, header: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that are stored under another name, which must be there."""
+    same = header.get("same", {})
+    if not isinstance(same, dict) or not all(isinstance(place, str) and place in stored for place in same.values()):
+        raise TrimtabError(f"{path} is not a packed file of trimtab quantize: it names tied tensors that are not in it")
+    return same
+
+
+def _check_shapes(model: nn.Module, path: Path, shapes: dict[str, Any], same: Mapping[str, str]) -> None:
+    """Say in one line where a file's tensors are another model's; `same` names those that are stored once."""
+    own = model.state_dict()
+    shapes = shapes | {name: shapes.get(place) for name, place in same.items()}
+    for name in sorted(own.keys() | shapes.keys()):
+        here = tuple(own[name].shape) if name in own else None
+        if here != shapes.get(name):
+            raise TrimtabError(
+                f"{path} is of another model: {name} is {shapes.get(name) or 'absent'} there and {here or 'absent'} "
+                "here; build the model from the config.json beside the file"
+            )
 
 
 def _say(what: tuple[tuple[int, ...], torch.dtype] | None) -> str:

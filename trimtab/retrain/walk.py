@@ -15,7 +15,6 @@ bits as without the interruption. A folder of other settings, other sequences or
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trimtab.checks import is_number, parse_json
 from trimtab.errors import TrimtabError
+from trimtab.files import write_whole
 from trimtab.retrain import packed as files
 from trimtab.retrain.block import Calibrated, apply, calibrate_block, check_linears, run_block
 from trimtab.retrain.blocks import find_blocks, first_inputs, record_calls
@@ -228,9 +229,7 @@ class _Store:
             _compare(path, identity)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        write_whole(path, json.dumps(identity, indent=2) + "\n")
 
     def path(self, index: int) -> Path:
         return self.folder / f"block_{index:03d}.safetensors"
@@ -243,7 +242,11 @@ class _Store:
         tensors, header = files.read(path)
         if header.get("source") != fingerprint({name: one.weight for name, one in linears.items()}):
             raise TrimtabError(f"{path} was made from other weights: give the model of that run, or another folder")
-        return files.from_file(path, tensors, header), float(header["before"]), float(header["after"])
+        found, errors = files.from_file(path, tensors, header), [header.get(key) for key in ("before", "after")]
+        shapes = {name: tuple(one.weight.shape) for name, one in linears.items()}
+        if {name: one.shape for name, one in found.items()} != shapes or not all(map(is_number, errors)):
+            raise TrimtabError(f"{path} is not this block: remove it, and it is made again")
+        return found, float(errors[0]), float(errors[1])  # pyright: ignore[reportArgumentType]
 
     def save(self, index: int, made: Calibrated, source: str | None) -> None:
         tensors, header = files.to_file(made.linears)
@@ -252,7 +255,7 @@ class _Store:
 
 def _compare(path: Path, identity: Mapping[str, Any]) -> None:
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = parse_json(path.read_text(encoding="utf-8"))
         settings = dict(stored["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrimtabError(f"{path} is not the manifest of a retraining ({error!r}): choose another folder") from None

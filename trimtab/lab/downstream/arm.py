@@ -53,6 +53,11 @@ def _adapted(pretrained: Pretrained, adapter: Path) -> nn.Module:
         raise missing_extra("peft", "hf", "--adapter") from None
     if not (adapter / "adapter_config.json").is_file():
         raise TrimtabError(f"an adapter is a PEFT folder with an adapter_config.json, {str(adapter)!r} has none")
+    if not any((adapter / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        # peft would take the path for a name on the hub, and fetch whatever is there
+        raise TrimtabError(
+            f"an adapter folder holds an adapter_model.safetensors, {str(adapter)!r} has none: get it anew"
+        )
     try:
         with quiet(), warnings.catch_warnings(record=True) as told:  # of weights that an adapter lacks peft only warns
             warnings.simplefilter("always")

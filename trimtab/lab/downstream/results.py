@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trimtab.checks import is_number, is_whole, parse_json, shown
 from trimtab.errors import TrimtabError
 from trimtab.lab.downstream.arm import load_arm, prepared
 from trimtab.lab.downstream.compare import check_same
 from trimtab.lab.downstream.harness import lm_eval_answers
-from trimtab.lab.downstream.measures import Score, columns, score
+from trimtab.lab.downstream.measures import MEASURES, Score, columns, score
 from trimtab.lab.downstream.own import MAX_CONTEXT, Asked, own_answers
 from trimtab.lab.downstream.tasks import COMMONSENSE, TASKS, Item, Task, digest, spaced
 from trimtab.lab.finetune import fingerprint
@@ -192,8 +193,12 @@ def evaluate_set(asked: Asked, one: Set, *, engine: str = "own", progress: Progr
 def read_results(file: str | Path) -> Results:
     """Read a results file; anything else is refused."""
     try:
-        results = json.loads(Path(file).read_text(encoding="utf-8"))
+        if Path(file).exists() and not Path(file).is_file():  # a pipe would be waited for
+            raise TrimtabError(f"results are a file of trimtab evaluate --out, {file} is no file")
+        results = parse_json(Path(file).read_text(encoding="utf-8"))
         known = results["format"]
+    except TrimtabError:
+        raise
     except OSError as error:
         raise TrimtabError(
             f"results are a file of trimtab evaluate --out, {file} cannot be read: {error.strerror}"
@@ -201,8 +206,30 @@ def read_results(file: str | Path) -> Results:
     except (ValueError, KeyError, TypeError):
         raise TrimtabError(f"results are a file of trimtab evaluate --out, {file} is not one") from None
     if known != FORMAT:
-        raise TrimtabError(f"results have the format {FORMAT!r}, {file} has {known!r}: make it again")
+        raise TrimtabError(f"results have the format {FORMAT!r}, {file} has {shown(known)}: make it again")
+    if not isinstance(results.get("about"), dict) or not isinstance(results.get("tasks"), dict):
+        raise TrimtabError(f"results have the tables about and tasks, {file} lacks one: make it again")
+    for name, task in results["tasks"].items():
+        if not is_result(name, task):
+            raise TrimtabError(f"{file} is damaged at the task {shown(name)}: make it again")
     return results
+
+
+def is_result(name: str, task: Any) -> bool:
+    """Whether a task of a results file has all that a table or a comparison reads of it."""
+    if name not in TASKS or not isinstance(task, dict) or not isinstance(task.get("sha256"), str):
+        return False
+    n, items, scores = task.get("n"), task.get("items"), task.get("scores")
+    if not is_whole(n, 1) or not is_whole(task.get("of"), 1) or not isinstance(items, dict):
+        return False
+    numbers = {one for measure in TASKS[name].measures for one in MEASURES[measure][:2] if one is not None}
+    lists = [items.get(key) for key in numbers]
+    if not all(isinstance(column, list) and len(column) == n and all(map(is_number, column)) for column in lists):
+        return False
+    if not isinstance(scores, dict) or not all(isinstance(one, dict) for one in scores.values()):
+        return False
+    values = [one.get(key) for one in scores.values() for key in ("value", "low", "high")]
+    return all(value is None or is_number(value) for value in values)
 
 
 def _as_chat(tokenizer: Any, items: Sequence[Item]) -> list[Item]:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.checks import parse_json, shown
 from trimtab.errors import TrimtabError
 
 LETTERS = "ABCD"
@@ -131,7 +132,7 @@ def read_choices(data: Path, name: str, *, asked: bool) -> list[Item]:
     for where, row in _rows(data / "tasks" / f"{name}.jsonl", query=str, choices=list, gold=int):
         query, choices, gold = row["query"], row["choices"], row["gold"]
         if len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
-            raise TrimtabError(f"{where}: choices must be two or more strings, got {choices!r}")
+            raise TrimtabError(f"{where}: choices must be two or more strings, got {shown(choices)}")
         _check_gold(where, gold, len(choices))
         prompt = f"{query.rstrip()}\nAnswer:" if asked else query.rstrip()
         items.append(Item(f"{len(items)}", tuple((prompt, f" {choice}") for choice in choices), gold))
@@ -144,7 +145,7 @@ def read_winogrande(data: Path, shots: int = 0) -> list[Item]:
     for where, row in _rows(data / "tasks" / "winogrande.jsonl", context_options=list, continuation=str, gold=int):
         options, end, gold = row["context_options"], row["continuation"], row["gold"]
         if len(options) < 2 or not all(isinstance(one, str) and one for one in options):
-            raise TrimtabError(f"{where}: context_options must be two or more strings, got {options!r}")
+            raise TrimtabError(f"{where}: context_options must be two or more strings, got {shown(options)}")
         _check_gold(where, gold, len(options))
         items.append(Item(f"{len(items)}", tuple((option, f" {end}") for option in options), gold))
     return items
@@ -182,16 +183,22 @@ def detokenize(page: str) -> str:
         page = page.replace(sign, plain)
     for sign in ":;.!?,":
         page = page.replace(f" {sign} ", f"{sign} ")
-    page = re.sub(r"\(\s*([^\)]*?)\s*\)", r"(\1)", page)
-    page = re.sub(r"\[\s*([^\]]*?)\s*\]", r"[\1]", page)
-    page = re.sub(r"{\s*([^}]*?)\s*}", r"{\1}", page)
-    page = re.sub(r"\"\s*([^\"]*?)\s*\"", r'"\1"', page)
-    page = re.sub(r"'\s*([^']*?)\s*'", r"'\1'", page)
+    for first, last in ("()", "[]", "{}", '""', "''"):
+        page = _hugged(page, first, last)
     for sign, plain in (("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}")):
         page = page.replace(sign, plain)
     for sign, plain in ((" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         page = page.replace(sign, plain)
     return page
+
+
+def _hugged(page: str, first: str, last: str) -> str:
+    """What stands between two signs without the space inside of them; one pass, however often a sign is not closed."""
+    parts, at = [], 0
+    while (start := page.find(first, at)) >= 0 and (stop := page.find(last, start + 1)) >= 0:
+        parts += [page[at : start + 1], page[start + 1 : stop].strip(), last]
+        at = stop + 1
+    return "".join(parts) + page[at:]
 
 
 def _asked(name: str) -> Reader:
@@ -263,7 +270,7 @@ def _mmlu_prompt(row: Sequence[str]) -> str:
 
 def _mmlu_rows(file: Path) -> Iterator[tuple[list[str], int]]:
     """Rows of question, four choices and the answer (0 to 3, or A to D), below a header or without one."""
-    for number, row in enumerate(csv.reader(io.StringIO(_text(file))), 1):
+    for number, row in enumerate(_cells(file), 1):
         if number == 1 and row[:1] == ["question"]:
             continue
         if len(row) != 6:
@@ -272,8 +279,15 @@ def _mmlu_rows(file: Path) -> Iterator[tuple[list[str], int]]:
             )
         answer = row[5].strip()
         if answer not in (*"0123", *LETTERS):
-            raise TrimtabError(f"{file}, row {number}: an answer is 0 to 3, or A to D, got {answer!r}")
+            raise TrimtabError(f"{file}, row {number}: an answer is 0 to 3, or A to D, got {shown(answer)}")
         yield row, LETTERS.index(answer) if answer in LETTERS else int(answer)
+
+
+def _cells(file: Path) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(_text(file)))
+    except csv.Error as error:
+        raise TrimtabError(f"{file} is not a CSV file: {error}") from None
 
 
 def _rows(file: Path, **types: type) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -283,7 +297,7 @@ def _rows(file: Path, **types: type) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise TrimtabError(f"{where}: every line must be JSON, got {line[:60]!r} ({error})") from None
         for key, kind in types.items():
@@ -291,7 +305,7 @@ def _rows(file: Path, **types: type) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(value, kind) or isinstance(value, bool) or value == "":
                 raise TrimtabError(
                     f"{where}: {key!r} must be a {'number' if kind is int else 'list' if kind is list else 'text'}, "
-                    f"got {value!r}"
+                    f"got {shown(value)}"
                 )
         yield where, row
 
@@ -313,4 +327,4 @@ def _first(rows: list[Any], shots: int, file: Path) -> list[Any]:
 
 def _check_gold(where: str, gold: int, num_choices: int) -> None:
     if not 0 <= gold < num_choices:
-        raise TrimtabError(f"{where}: gold must be the number of a choice, 0 to {num_choices - 1}, got {gold}")
+        raise TrimtabError(f"{where}: gold must be the number of a choice, 0 to {num_choices - 1}, got {shown(gold)}")
