@@ -381,6 +381,11 @@ def test_with_a_quota_each_stage_has_its_own_seat(runs: Runs) -> None:
     assert masks[:, :2].sum(axis=1).max() == 1
     assert masks[:, 2:].sum(axis=1).max() == 1
     assert masks.sum(axis=1).max() == 2
+    policy = Policy(**SPIKES)
+    again = trimtab.replay(left["norms"], policy, seen=left["seen"], parts=[(0, 1), (2, 3)])
+    assert np.array_equal(again.high, masks)
+    assert again.limits.max_high == 2
+    assert not np.array_equal(trimtab.replay(left["norms"], policy, seen=left["seen"]).high, masks)
 
 
 def test_stages_that_use_a_name_twice_say_their_number(runs: Runs) -> None:

@@ -81,7 +81,9 @@ def _replayed(log: "Log", policies: "dict[str, Policy]") -> dict[str, dict[str, 
     from trimtab.report.summary import quiet_steps
 
     total = log.rows if log.header.total_steps is None else log.header.total_steps
-    going = {n: Replay(p, log.recoverable, total, detector=log.header.detector) for n, p in policies.items()}
+    header = log.header
+    how = {"detector": header.detector, "parts": [part.units for part in header.quotas]}
+    going = {name: Replay(policy, log.recoverable, total, **how) for name, policy in policies.items()}
     quiet = []
     for block in log.blocks():
         quiet.append(quiet_steps(block.steps, log.config))

@@ -75,6 +75,8 @@ def run(
         console.print(f"{head}: {MEANINGS[head]}", markup=False)
     for line in says(found):
         console.print(line, markup=False)
+    if log.header.quotas:
+        console.print("the run had a budget for each stage: here each policy has one for all units")
     console.print(OPEN_LOOP)
     if page is not None:
         console.print(str(page), markup=False)

@@ -37,7 +37,7 @@ from torch.profiler import record_function
 
 from trimtab.control import act
 from trimtab.control.advance import State, Verdict, advance
-from trimtab.control.decide import Ledger, Quota
+from trimtab.control.decide import Ledger, Quota, quotas_of
 from trimtab.control.detectors import Detector, described, detector_of
 from trimtab.control.events import Narrator
 from trimtab.control.observe import Observer, measured
@@ -458,10 +458,7 @@ def _quotas(
             f'quota must be None, or "stage" with a number of the stage, got {quota!r}, {stage=}: give both'
         )
     stages = np.zeros(len(recoverable), np.int64) if ranks is None else np.array(ranks.stages)
-    parts = [np.flatnonzero(stages == number) for number in np.unique(stages)]
-    policy = policy.replace(alpha_warmup=None, warmup="threshold")  # the budget alone is asked for
-    budgets = [policy.resolve(int(recoverable[units].sum()), None).max_high for units in parts]
-    return tuple(Quota(tuple(units.tolist()), most) for units, most in zip(parts, budgets, strict=True))
+    return quotas_of([np.flatnonzero(stages == one).tolist() for one in np.unique(stages)], recoverable, policy)
 
 
 def _resolve_mode(mode: str) -> str:

@@ -61,6 +61,13 @@ class Quota(NamedTuple):
     max_high: int
 
 
+def quotas_of(parts: Sequence[Sequence[int]], recoverable: Bools, policy: Policy) -> tuple[Quota, ...]:
+    """A budget for each part of the units: `policy.max_high` of those in it that may be chosen."""
+    policy = policy.replace(alpha_warmup=None, warmup="threshold")  # the budget alone is asked for
+    budgets = [policy.resolve(int(recoverable[list(units)].sum()), None).max_high for units in parts]
+    return tuple(Quota(tuple(units), most) for units, most in zip(parts, budgets, strict=True))
+
+
 class Choice(NamedTuple):
     """What decide says, one row per step."""
 

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control.advance import State, Verdict, advance
+from trimtab.control.decide import quotas_of
 from trimtab.control.detectors import Detector, check_columns, detector_of
 from trimtab.control.policy import Limits, Policy
 from trimtab.control.tally import Tally
@@ -69,6 +70,7 @@ def replay(
     keep: Literal["all", "summary"] = "all",
     detector: str | Mapping[str, Any] | Detector = "gnmr",
     columns: Mapping[str, NDArray[np.floating]] | None = None,
+    parts: Sequence[Sequence[int]] = (),
 ) -> Decisions:
     """Run a policy over recorded norms.
 
@@ -80,12 +82,14 @@ def replay(
         keep: `"summary"` keeps no matrix, for traces larger than memory (pass a memory-mapped array).
         detector: what risks are read from (`trimtab.control.detectors`).
         columns: what it needs besides the norms, each (steps, units); NaN where a unit was not measured.
+        parts: units with a budget of their own, as stages of a pipeline may have (`[q.units for q in trace.quotas]`).
     """
     norms, seen, recoverable = _checked(norms, seen, recoverable)
     if keep not in ("all", "summary"):
         raise TrimtabError(f'keep must be "all" or "summary", got {keep!r}')
     kept: list[Verdict] = []
-    going = Replay(policy, recoverable, len(norms) if total_steps is None else total_steps, detector=detector)
+    total_steps = len(norms) if total_steps is None else total_steps
+    going = Replay(policy, recoverable, total_steps, detector=detector, parts=parts)
     going.add(norms, seen, columns, each=kept.append if keep == "all" else None)
     return going.decisions(kept)
 
@@ -97,6 +101,7 @@ class Replay:
         recoverable: (units,) mask of units that may be chosen.
         total_steps: length of the run, which fixes the warm-up.
         detector: what risks are read from.
+        parts: units that have a budget of their own; none: there is one for all.
     """
 
     def __init__(
@@ -106,10 +111,14 @@ class Replay:
         total_steps: int,
         *,
         detector: str | Mapping[str, Any] | Detector = "gnmr",
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
         self._policy, self._recoverable = policy, np.asarray(recoverable, bool)
         self._judge = detector_of(detector)
         self._limits = policy.resolve(int(self._recoverable.sum()), total_steps)
+        self._quotas = quotas_of(parts, self._recoverable, policy)
+        if self._quotas:
+            self._limits = self._limits._replace(max_high=sum(part.max_high for part in self._quotas))
         self._state = State.fresh(self._recoverable, policy, self._limits, self._judge)
         self._tally = Tally(self._recoverable, self._state.ledger.high, policy, self._limits)
         self._alarmed, self._rerun = [np.zeros(0, bool)], [np.zeros(0, bool)]
@@ -135,7 +144,15 @@ class Replay:
             mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
             part = {name: _as_float32(further[name][rows]) for name in self._judge.columns}
             verdict, self._state = advance(
-                self._state, block, mask, self._recoverable, self._policy, self._limits, self._judge, part
+                self._state,
+                block,
+                mask,
+                self._recoverable,
+                self._policy,
+                self._limits,
+                self._judge,
+                part,
+                self._quotas,
             )
             self._alarmed.append(self._tally.add(verdict))
             self._rerun.append(verdict.rerun)
