@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Spinning OpenMP threads slow a busy machine twentyfold; tests use one thread per worker.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test lint format types unit long docs browser bench clean
+.PHONY: setup demo test lint format types unit long audit docs browser bench clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +39,12 @@ unit: setup
 long: setup
 	TRIMTAB_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/reliability
 
+# Known vulnerabilities of what is installed in .venv; asks an advisory service, so it needs the internet.
+audit: setup
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(VENV)-audit/bin/pip-audit --strict --path $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
+
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -51,4 +57,4 @@ bench: setup
 	$(BIN)/python benchmarks/report.py
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
