@@ -160,5 +160,7 @@ def lock_length(repeats: NDArray[np.int64], policy: Policy) -> int | NDArray[np.
     if policy.lock_growth == 1.0:
         return policy.lock_steps
     with np.errstate(over="ignore"):  # an infinite length is capped like any other
-        grown = np.minimum(max(policy.lock_steps, 1) * policy.lock_growth ** np.minimum(repeats, 64), policy.lock_max)
+        grown = np.minimum(
+            max(policy.lock_steps, 1) * float(policy.lock_growth) ** np.minimum(repeats, 64), policy.lock_max
+        )
     return np.where(repeats > 0, np.maximum(grown.astype(np.int64), policy.lock_steps), policy.lock_steps)

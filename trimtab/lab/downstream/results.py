@@ -36,6 +36,8 @@ from trimtab.lab.finetune import fingerprint
 
 FORMAT = "trimtab downstream 1"
 ENGINES = ("own", "lm-eval")
+SHOWN = ("model", "adapter", "bits", "recipe", "path")
+"""What a comparison says of the other arm."""
 
 Results = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -207,9 +209,10 @@ def read_results(file: str | Path) -> Results:
         raise TrimtabError(f"results are a file of trimtab evaluate --out, {file} is not one") from None
     if known != FORMAT:
         raise TrimtabError(f"results have the format {FORMAT!r}, {file} has {shown(known)}: make it again")
-    if not isinstance(results.get("about"), dict) or not isinstance(results.get("tasks"), dict):
-        raise TrimtabError(f"results have the tables about and tasks, {file} lacks one: make it again")
-    for name, task in results["tasks"].items():
+    about, tasks = results.get("about"), results.get("tasks")
+    if not isinstance(about, dict) or not set(SHOWN) <= set(about) or not isinstance(tasks, dict):
+        raise TrimtabError(f"results say what was asked of which model, {file} does not: make it again")
+    for name, task in tasks.items():
         if not is_result(name, task):
             raise TrimtabError(f"{file} is damaged at the task {shown(name)}: make it again")
     return results
