@@ -145,7 +145,7 @@ def test_values_are_read_as_toml_and_else_as_text(text: str, value: Any) -> None
 def test_toml_and_yaml_mean_the_same(tmp_path: Path) -> None:
     toml, yaml = tmp_path / "a.toml", tmp_path / "a.yaml"
     toml.write_text('lr = 2e-3\nclip = "none"\nunit = ["a", "b"]\n[policy]\nalpha = 2\nbeta = "none"\n')
-    yaml.write_text("lr: 0.002\nclip: null\nunit: [a, b]\npolicy:\n  alpha: 2\n  beta: null\n")
+    yaml.write_text("lr: 2e-3\nclip: null\nunit: [a, b]\npolicy:\n  alpha: 2\n  beta: null\n")
     assert load_settings(toml) == load_settings(yaml)
     assert load_settings(yaml) == {
         "lr": 2e-3,

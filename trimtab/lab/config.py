@@ -10,6 +10,7 @@ them, and as plain text where that fails, so `recipe=fp8` needs no quotes. Some 
 """
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ TABLES = {
 }
 """Settings that are tables themselves, each with an example: `policy.alpha=2` sets one entry."""
 ENDS = "ends"
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d{1,3}")
 MOST_VALUES = 10_000
 """Of a config file, the entries of lists and tables counted."""
 SHIPPED = Path(__file__).parent / "configs"
@@ -332,8 +334,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         _put(values, key, values.pop(key))
     for table in TABLES:
         if isinstance(values.get(table), dict):
-            values[table] = {key: _none(value) for key, value in values[table].items()}
-    return {key: _none(value) for key, value in values.items()}
+            values[table] = {key: _meant(value) for key, value in values[table].items()}
+    return {key: _meant(value) for key, value in values.items()}
 
 
 def _check_size(values: Mapping[Any, Any], path: Path) -> None:
@@ -356,9 +358,11 @@ def _table(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return table
 
 
-def _none(value: Any) -> Any:
-    """TOML has no null: a file may write "none"."""
-    return None if isinstance(value, str) and value.lower() in NONE else value
+def _meant(value: Any) -> Any:
+    """TOML has no null: a file may write "none". And what YAML 1.1 takes for a text, 2e-3, is a number."""
+    if not isinstance(value, str):
+        return value
+    return None if value.lower() in NONE else float(value) if NUMBER.fullmatch(value) else value
 
 
 def _read_yaml(path: Path, text: str) -> Any:
