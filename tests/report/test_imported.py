@@ -414,3 +414,18 @@ def test_reading_needs_neither_tensorflow_nor_torch(tmp_path: Path) -> None:
 def test_names_are_made_visible(text: str, wanted: str) -> None:
     assert visible(text) == wanted
     visible(text).encode("utf-8")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_column_of_text_may_hold_numbers_and_bytes_that_are_no_text(tmp_path: Path, large: bool) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    cells = [b"1.5", b"\xf6\xff", b"2.5", b"text"]
+    offsets = np.cumsum([0, *map(len, cells)]).astype(np.int64 if large else np.int32)
+    buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(b"".join(cells))]
+    column = pa.Array.from_buffers(pa.large_string() if large else pa.string(), len(cells), buffers)
+    parquet.write_table(pa.table({"step": [1, 2, 3, 4], "loss": column}), tmp_path / "log.parquet")
+    loss = read_log(tmp_path / "log.parquet").loss
+    assert loss is not None
+    assert (loss.steps.tolist(), loss.values.tolist()) == ([1, 3], [1.5, 2.5])

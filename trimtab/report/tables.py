@@ -280,7 +280,9 @@ def _numbers(pa: Any, column: Any) -> tuple[NDArray[np.float64], NDArray[np.bool
         column = column.cast(pa.float64())
         return column.to_numpy(), column.is_valid().to_numpy()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        values = [_number(value) for value in column.to_pylist()]
+        is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+        cells = column.cast(pa.large_binary()) if is_text else column  # not all text is UTF-8
+        values = [_number(value) for value in cells.to_pylist()]
         filled = np.array([value is not None for value in values], bool)
         return np.array([math.nan if value is None else value for value in values], np.float64), filled
 
