@@ -82,6 +82,8 @@ def test_a_sink_that_fails_costs_its_values_and_nothing_else(caplog):
         (["tensorbord"], [], "--log must be one of tensorboard, wandb, trackio, got 'tensorbord'"),
         ([], [""], "a command must name a program, got nothing"),
         ([], ["http://"], "a webhook is an http:// or https:// address"),
+        ([], ["ftp://host"], "a webhook is an http:// or https:// address"),
+        ([], ["no-such-program --now"], "a program that is here, got 'no-such-program'"),
     ],
 )
 def test_what_is_not_known_is_refused_before_anything_is_opened(tmp_path, logs, alerts, says):

@@ -11,6 +11,8 @@ setting: a run is the same run whoever looks on, and an address with a key in it
     eval/loss_high, eval/loss_low               at each evaluation
 """
 
+import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -81,6 +83,11 @@ def _sink(kind: str, out: Path) -> Sink:
 
 
 def _target(name: str) -> Target:
-    if name.startswith(("http://", "https://")):
+    if "://" in name:
         return webhook(name)
-    return wandb_alert() if name == "wandb" else command(name)
+    if name == "wandb":
+        return wandb_alert()
+    program = (shlex.split(name) or [""])[0]
+    if program and shutil.which(program) is None:
+        raise TrimtabError(f"--alert must be an http(s) address, wandb or a program that is here, got {program!r}")
+    return command(name)
