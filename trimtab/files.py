@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 ROOM = "make room there, then the same command with --resume (a bench: as it is) goes on; what was written is whole"
 ACCESS = "choose another place, or make that one writable"
@@ -39,19 +40,26 @@ NUMBER = re.compile(r"\(os error (\d+)\)")
 """How Rust writes an error of the operating system."""
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file, whole or not at all; its folder must be there."""
+@contextmanager
+def writing(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write into, which takes its place when all went well and is gone if not; its folder must be there."""
     path = Path(path)
     draft = path.with_suffix(".tmp")
     try:
-        with disk_errors(path), draft.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with disk_errors(path), draft.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with writing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import assert_same
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -87,22 +88,6 @@ def through_a_file(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def assert_same(one: Any, two: Any, path: str = "state") -> None:
-    if isinstance(one, dict):
-        assert list(one) == list(two), path
-        for key in one:
-            assert_same(one[key], two[key], f"{path}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two), path
-        for i, (a, b) in enumerate(zip(one, two, strict=True)):
-            assert_same(a, b, f"{path}[{i}]")
-    elif isinstance(one, Tensor):
-        assert one.dtype == two.dtype, path
-        assert torch.equal(one, two), path
-    else:
-        assert one == two, path
 
 
 @every

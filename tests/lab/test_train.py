@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from reference.replayed import replayed
+from same import assert_same
 
 from trimtab.control.policy import HISTORIES
 from trimtab.errors import NonFiniteError, TrimtabError
@@ -106,24 +107,6 @@ def state(folder: Path, step: int = 10) -> dict[str, Any]:
     """The checkpoint, but for the positions in the files (the clock's digits differ in length)."""
     found = torch.load(folder / "checkpoints" / f"step_{step:06d}.pt", weights_only=True)
     return {key: value for key, value in found.items() if key != "offsets"}
-
-
-def assert_same(one: Any, two: Any, path: str = "state") -> None:
-    """Equal bit for bit, NaN included."""
-    assert type(one) is type(two), path
-    if isinstance(one, dict):
-        assert list(one) == list(two), path
-        for key in one:
-            assert_same(one[key], two[key], f"{path}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two), path
-        for i, (a, b) in enumerate(zip(one, two, strict=True)):
-            assert_same(a, b, f"{path}[{i}]")
-    elif isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape) == (two.dtype, two.shape), path
-        assert one.contiguous().view(-1).view(torch.uint8).equal(two.contiguous().view(-1).view(torch.uint8)), path
-    else:
-        assert one == two or (one != one and two != two), path
 
 
 def assert_same_run(one: Path, two: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 from killing import Answer, Stage
+from same import assert_same
 
 from trimtab.report.read import Trace, read_run, read_trace
 
@@ -67,24 +68,6 @@ def rows(trace: Trace, count: int | None = None) -> dict[str, bytes]:
 
 def files(folder: Path) -> dict[str, Path]:
     return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-
-
-def assert_same(one: Any, two: Any, path: str) -> None:
-    """Equal bit for bit, NaN included."""
-    assert type(one) is type(two), path
-    if isinstance(one, dict):
-        assert list(one) == list(two), path
-        for key in one:
-            assert_same(one[key], two[key], f"{path}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(two), path
-        for place, pair in enumerate(zip(one, two, strict=True)):
-            assert_same(*pair, f"{path}[{place}]")
-    elif isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape) == (two.dtype, two.shape), path
-        assert one.contiguous().view(-1).view(torch.uint8).equal(two.contiguous().view(-1).view(torch.uint8)), path
-    else:
-        assert one == two or (one != one and two != two), path
 
 
 def state(path: Path) -> dict[str, Any]:

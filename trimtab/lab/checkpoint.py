@@ -13,7 +13,6 @@ either kind can be resumed by the other, but that fsdp2 does not take the file o
 
 import logging
 import math
-import os
 import re
 import shutil
 import zipfile
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from trimtab.checks import is_whole
 from trimtab.errors import TrimtabError
-from trimtab.files import disk_errors
+from trimtab.files import writing
 from trimtab.lab.parallel import World
 from trimtab.shards import local
 
@@ -42,16 +41,8 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write a checkpoint, whole or not at all, and drop the older ones."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_name(step)}.pt"
-    draft = path.with_suffix(".tmp")
-    try:
-        with disk_errors(draft), draft.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with writing(path) as file:
+        torch.save(state, file)
     _drop_old(folder)
     return path
 
