@@ -10,25 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import gnmr
+from reference.norms import random_norms
 
 import trimtab
 from trimtab import Policy, TrimtabError
 from trimtab.control import replay as replay_module
 
 COLUMNS = ("ratio", "jump", "risk", "high", "denied")
-VALUES = np.array([0.0, 0.5, 1.0, 1.0, 2.0, 3.0, 7.0, 1e-20, 1e20, np.nan, np.inf], np.float32)
 
 
 def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Policy]:
     """Norms with zeros, ties, NaN and Inf, masks, and a policy of the paper's own settings."""
-    steps, units = int(rng.integers(1, 31)), int(rng.integers(1, 7))
-    norms = np.exp(rng.normal(0, 0.7, (steps, units))).astype(np.float32)
-    special = rng.random(norms.shape) < rng.choice([0.0, 0.3, 0.9])
-    norms[special] = rng.choice(VALUES, int(special.sum()))
-    if units > 1 and rng.random() < 0.3:
-        norms[:, 1] = norms[:, 0]  # ties at every step
-    seen = rng.random(norms.shape) < 0.8 if rng.random() < 0.5 else None
-    recoverable = rng.random(units) < 0.7 if rng.random() < 0.4 else None
+    norms, seen, recoverable = random_norms(rng, 31)
     policy = Policy(
         max_high=int(rng.integers(0, 8)),
         alpha=float(rng.choice([0.4, 0.9, 1.0, 1.1, 2.0])),

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference.norms import random_norms
 
 from trimtab import Policy, TrimtabError, replay
-from trimtab.control import sweep as sweep_module
 from trimtab.control.sweep import WINDOW, Peaks, Row, Sweep, quiet_rows, suggest, sweep
-
-VALUES = np.array([0.0, 0.5, 1.0, 1.0, 2.0, 3.0, 7.0, 1e-20, 1e20, np.nan, np.inf], np.float32)
 
 
 def random_policy(rng: np.random.Generator) -> Policy:
@@ -41,17 +39,6 @@ def random_policy(rng: np.random.Generator) -> Policy:
     )
 
 
-def random_norms(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    steps, units = int(rng.integers(1, 40)), int(rng.integers(1, 7))
-    norms = np.exp(rng.normal(0, 0.7, (steps, units))).astype(np.float32)
-    special = rng.random(norms.shape) < rng.choice([0.0, 0.3, 0.9])
-    norms[special] = rng.choice(VALUES, int(special.sum()))
-    if units > 1 and rng.random() < 0.3:
-        norms[:, 1] = norms[:, 0]  # ties at every step
-    seen = rng.random(norms.shape) < 0.8 if rng.random() < 0.5 else None
-    return norms, seen, rng.random(units) < 0.7 if rng.random() < 0.4 else None
-
-
 def same(found: dict[str, float], wanted: dict[str, float]) -> None:
     assert list(found) == list(wanted)
     np.testing.assert_array_equal(list(found.values()), list(wanted.values()))
@@ -61,14 +48,14 @@ def same(found: dict[str, float], wanted: dict[str, float]) -> None:
 @given(seed=st.integers(0, 2**32 - 1), rows=st.sampled_from([1, 3, 7, 1024]))
 def test_every_row_is_a_replay_of_its_policy_alone(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)
-    norms, seen, recoverable = random_norms(rng)
+    norms, seen, recoverable = random_norms(rng, 40)
     policies = [random_policy(rng) for _ in range(6)]
     policies += [policies[0].replace(alpha=a, max_high=2) for a in (0.7, 1.3)]  # share a history
     policies += [Policy(alpha_warmup=None, lock_steps=k, max_high=m) for k in (1, 2) for m in (1, 2)]
     policies += [Policy(alpha=1.0, alpha_warmup=3.0, warmup_steps=k, max_high=2) for k in (0, 12)]
     quiet = rng.random(len(norms)) < 0.7
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep_module, "ROWS", rows)
+        patch.setattr("trimtab.control.replay.ROWS", rows)
         found = sweep(norms, policies, seen=seen, recoverable=recoverable, total_steps=60, quiet=quiet)
     for row, policy in zip(found, policies, strict=True):
         alone = replay(norms, policy, seen=seen, recoverable=recoverable, total_steps=60)

@@ -17,4 +17,5 @@ def replayed(trace: Trace) -> Decisions:
         total_steps=trace.total_steps,
         detector=trace.detector,
         columns=trace.columns,
+        parts=[part.units for part in trace.quotas],
     )

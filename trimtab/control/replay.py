@@ -22,7 +22,7 @@ A trace that is larger than memory is given block by block, and two bytes per st
     going.decisions().summary()
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,17 +132,7 @@ class Replay:
         each: Callable[[Verdict], None] | None = None,
     ) -> None:
         """Take the next passes, as `replay` takes all of them; `each` is given every verdict, some rows at a time."""
-        norms, seen, _ = _checked(norms, seen, self._recoverable)
-        further = _checked_columns(norms, columns)
-        check_columns(self._judge, {"norm": norms} | further)
-        together = max(min(ROWS, CELLS // max(norms.shape[1], 1)), 1)
-        for start in range(0, len(norms), together):
-            rows = slice(start, start + together)
-            block = _as_float32(norms[rows])
-            if (block < 0).any():
-                raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
-            mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
-            part = {name: _as_float32(further[name][rows]) for name in self._judge.columns}
+        for block, mask, part in blocks_of(norms, seen, columns, self._recoverable, self._judge):
             verdict, self._state = advance(
                 self._state,
                 block,
@@ -179,7 +169,29 @@ class Replay:
         )
 
 
-def _as_float32(norms: NDArray[np.floating]) -> NDArray[np.float32]:
+def blocks_of(
+    norms: NDArray[np.floating],
+    seen: Bools | None,
+    columns: Mapping[str, NDArray[np.floating]] | None,
+    recoverable: Bools,
+    detector: Detector,
+) -> Iterator[tuple[NDArray[np.float32], Bools, dict[str, NDArray[np.float32]]]]:
+    """Norms, mask and the detector's columns as a live run would have had them, checked, some rows at a time."""
+    norms, seen, _ = _checked(norms, seen, recoverable)
+    further = _checked_columns(norms, columns)
+    check_columns(detector, {"norm": norms} | further)
+    together = max(min(ROWS, CELLS // max(norms.shape[1], 1)), 1)
+    for start in range(0, len(norms), together):
+        rows = slice(start, start + together)
+        block = as_float32(norms[rows])
+        if (block < 0).any():
+            raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
+        mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
+        yield block, mask, {name: as_float32(further[name][rows]) for name in detector.columns}
+
+
+def as_float32(norms: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Rounded as the trace rounds."""
     with np.errstate(over="ignore"):  # a norm beyond float32 is infinite, as it would have been live
         return np.asarray(norms, dtype=np.float32)
 

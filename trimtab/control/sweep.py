@@ -31,14 +31,14 @@ from numpy.typing import NDArray
 
 from trimtab.control.advance import State, Verdict, advance
 from trimtab.control.decide import Choice, Ledger, decide
-from trimtab.control.detectors import Detector, Gnmr, check_columns, detector_of
+from trimtab.control.detectors import Detector, Gnmr, detector_of
 from trimtab.control.judge import History, judge, risk_of
 from trimtab.control.policy import Limits, Policy, quiet_level
+from trimtab.control.replay import as_float32, blocks_of
 from trimtab.control.tally import Tally
 from trimtab.control.values import Bools, Floats, Risk
 from trimtab.errors import TrimtabError
 
-ROWS = 1024
 WINDOW = 20
 """Steps before a spike in which a trigger counts as its announcement."""
 SHARED = ("history", "window", "eps", "kappa", "memory", "decay", "span")
@@ -104,14 +104,7 @@ class Sweep:
         """Take the next steps."""
         if norms.ndim != 2 or norms.shape[1] != len(self._recoverable):
             raise TrimtabError(f"norms must have shape (steps, {len(self._recoverable)}), got {norms.shape}")
-        check_columns(self._detector, {"norm": norms, **(columns or {})})
-        for start in range(0, len(norms), ROWS):
-            rows = slice(start, start + ROWS)
-            block = _as_float32(norms[rows])
-            if (block < 0).any():
-                raise TrimtabError("norms must not be negative: this is not a matrix of gradient norms")
-            mask = np.ones(block.shape, bool) if seen is None else np.asarray(seen[rows])
-            part = {name: _as_float32((columns or {})[name][rows]) for name in self._detector.columns}
+        for block, mask, part in blocks_of(norms, seen, columns, self._recoverable, self._detector):
             steps = self._steps + 1 + np.arange(len(block))
             for group in self._groups:
                 group.add(block, mask, part, steps)
@@ -171,7 +164,7 @@ class Peaks:
 
     def add(self, norms: NDArray[np.floating], seen: Bools) -> None:
         """Take the next steps."""
-        judged, self._memory = judge(self._memory, _as_float32(norms), seen, self.base, np.ones(len(norms)))
+        judged, self._memory = judge(self._memory, as_float32(norms), seen, self.base, np.ones(len(norms)))
         finite = [np.where(np.isfinite(x), x, -np.inf).max(axis=1, initial=-np.inf) for x in judged[:2]]
         self._peaks.append(np.stack(finite, axis=1))
 
@@ -396,8 +389,3 @@ def _by_chance(alarmed: Bools, quiet: Bools) -> float | None:
     fired = np.convolve(alarmed & quiet, np.ones(WINDOW + 1, int), "valid") > 0
     calm = np.convolve(quiet, np.ones(WINDOW + 1, int), "valid") == WINDOW + 1
     return float(fired[calm].mean()) if calm.any() else None
-
-
-def _as_float32(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # as in a replay: beyond float32 is infinite
-        return np.asarray(values, dtype=np.float32)

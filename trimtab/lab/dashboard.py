@@ -65,15 +65,11 @@ class Dashboard:
 def dashboard(watcher: Watcher, logs: Sequence[str], alerts: Sequence[str], out: Path) -> Dashboard:
     """Build what the command line asks for."""
     targets = [_target(name) for name in alerts]  # refused before a sink has opened anything
-    _check(logs)
-    sinks = Sinks(_sink(kind, out) for kind in dict.fromkeys(logs))
-    return Dashboard(watcher, sinks, Alerts(*targets, run=out.name) if targets else None)
-
-
-def _check(logs: Sequence[str]) -> None:
     for kind in logs:
         if kind not in KINDS:
             raise TrimtabError(f"--log must be one of {', '.join(KINDS)}, got {kind!r}")
+    sinks = Sinks(_sink(kind, out) for kind in dict.fromkeys(logs))
+    return Dashboard(watcher, sinks, Alerts(*targets, run=out.name) if targets else None)
 
 
 def _sink(kind: str, out: Path) -> Sink:
