@@ -111,7 +111,8 @@ def one_rank(rank: int, num: int, port: int, folder: Path, how: str, given: dict
     """One rank, started as torchrun starts it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    meeting.LINGER_SECONDS = meeting.LEAVE_SECONDS = 1.0
+    meeting.LINGER_SECONDS = 1.0
+    meeting.LEAVE_SECONDS = 2.0 if how == "too slow" else 20.0  # only the first is sure not to leave by itself
     meeting.TIMEOUT = timedelta(seconds=4 if how == "too slow" else 60)
     said: list[str] = []
     handler = logging.Handler()

@@ -195,7 +195,7 @@ class Line:
         if self._said and not self._said.startswith(f"{self._world.rank}\n"):
             with suppress(Exception):
                 distributed_c10d._abort_process_group()
-            if not self._ended.wait(LEAVE_SECONDS):
+            if not self._ended.wait(LEAVE_SECONDS + LINGER_SECONDS):
                 os._exit(1)
 
     def _heard(self) -> None:
