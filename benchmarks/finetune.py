@@ -86,8 +86,8 @@ def folder(args: argparse.Namespace, arm: str, seed: int) -> Path:
 def run_arm(args: argparse.Namespace, arm: str, settings: dict[str, Any]) -> Path:
     """Train and score one arm, or read what is there."""
     out = folder(args, arm, settings["seed"])
-    finetune(settings, out, resume=True, watcher=Lines(out.name))
     if not (out / "scores.json").is_file():
+        finetune(settings, out, resume=True, watcher=Lines(out.name))
         scores = score(args, settings, out)
         (out / "scores.tmp").write_text(json.dumps(scores))
         (out / "scores.tmp").replace(out / "scores.json")
