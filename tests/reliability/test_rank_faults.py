@@ -26,6 +26,7 @@ from trimtab import Controller, Policy
 from trimtab.comm import GreedyLore
 from trimtab.control import ranks
 from trimtab.lab import checkpoint, meeting
+from trimtab.lab.parallel import World
 from trimtab.lab.run import Run, StepInfo
 from trimtab.lab.task import Pretraining
 from trimtab.lab.train import train
@@ -159,6 +160,25 @@ def test_a_killed_rank_is_named_and_ends_all(
     assert all(cause in each["text"] for rank, each in enumerate(told) if rank != gone), told
     assert sum(each["type"] == "ConnectionResetError" for each in told if each) == 1  # the others only stop
     assert checkpoint.latest(tmp_path / "ranks" / "run" / "checkpoints")[1]["step"] == 2  # type: ignore[index]
+
+
+def test_a_rank_is_not_ended_while_it_lingers_for_others_to_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left in time: the timer that ends those who do not runs on only after the lingering."""
+    monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(meeting, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "LEAVE_SECONDS", 0.6)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    line = meeting.Line(store, World(1, 2))
+    assert meeting.Line(store, World(0, 2)).tell(ValueError("broken"))
+    line.listen()
+    first = line.tell(ConnectionResetError())
+    line.hang_up()
+    assert not first
+    assert not ended
+    assert "rank 0 of 2 failed first: ValueError: broken" in line.said()
 
 
 def test_a_rank_that_keeps_others_waiting_is_named_after_the_time_out(tmp_path: Path, small: dict[str, Any]) -> None:

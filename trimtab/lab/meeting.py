@@ -9,8 +9,8 @@ error that came first. So:
               first to write is believed; it raises its error, with its rank as a note, and the command line shows it.
     listen    Every rank looks at that key twice a second. Who finds another's error aborts its process group, which
               wakes NCCL (gloo wakes when the failed process ends), and raises `RankError`, which nobody shows.
-    leave     A rank that has not left after `LEAVE_SECONDS` is ended. One that is stuck without an error ends all
-              after `TIMEOUT`.
+    leave     Who hears of an error lingers, so that the others hear it too. A rank that has not left `LEAVE_SECONDS`
+              after that is ended. One that is stuck without an error ends all after `TIMEOUT`.
     roll      Where a connection breaks, or SIGTERM comes, and nobody has said why, the ranks are called: who does not
               answer has ended (killed), who answers but waits for nobody is the one that the others waited for.
 
@@ -37,9 +37,9 @@ from trimtab.lab.parallel import World, launched
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in one collective."""
 LEAVE_SECONDS = 10.0
-"""How long a rank that learns of another's failure may take to leave by itself."""
+"""How long a rank that learns of another's failure may take to leave by itself, lingering not counted."""
 LINGER_SECONDS = 2.0
-"""How long it stays after that, so that whoever started the ranks sees the one that failed fail first."""
+"""How long it stays although it could leave, so that whoever started the ranks sees the one that failed fail first."""
 LOOK_SECONDS = 0.5
 """How often a rank looks whether another has failed, or calls the roll."""
 
