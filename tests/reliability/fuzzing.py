@@ -181,19 +181,10 @@ def read_traces(folder: Path) -> None:
 def judge_again(log: Any) -> None:
     """What `trimtab replay` does with a log."""
     from trimtab.control.policy import Policy
-    from trimtab.control.replay import replay
+    from trimtab.report.whatif import replayed
 
-    trace = log.trace()
-    if len(trace):
-        replay(
-            trace.norms,
-            Policy.from_dict(trace.policy),
-            seen=trace.seen,
-            recoverable=log.recoverable,
-            total_steps=trace.total_steps,
-            detector=trace.detector,
-            columns=trace.columns,
-        ).summary()
+    if log.rows:
+        replayed(log, {"its own": Policy.from_dict(log.header.policy)})
 
 
 def make_tables(folder: Path) -> None:

@@ -18,7 +18,7 @@ import damage
 import fuzzing
 import promises
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import TrimtabError
@@ -137,6 +137,7 @@ def test_any_json_is_taken_or_refused_as_a_run_and_as_a_log(tmp_path: Path, roun
     )
 
     @settings(max_examples=rounds(60, 6_000), suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @example(None, [{"step": 0, "num_high": 10**400}], b"")
     @given(
         values | st.fixed_dictionaries({"config": values}), st.lists(row | values, max_size=4), st.binary(max_size=200)
     )

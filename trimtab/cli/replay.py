@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trimtab replay`: what another policy would have decided on a run's recorded norms."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trimtab.cli.logs import ColumnsOption, FilesArgument, LossOption, StepOption
-
-if TYPE_CHECKING:
-    from trimtab.control.policy import Policy
-    from trimtab.report.imports import Log
 
 ROWS = {
     "false_alarms_per_1k": ("alarms per 1,000 quiet steps", "{:.1f}"),
@@ -48,6 +44,7 @@ def run(
     from trimtab.errors import TrimtabError
     from trimtab.report.imports import read_log
     from trimtab.report.names import visible
+    from trimtab.report.whatif import replayed
 
     log = read_log(*files, columns=columns or (), loss=loss, step=step)
     if not log.rows:
@@ -56,7 +53,7 @@ def run(
     if calibrate is not None:
         other = Policy.calibrated(log, calibrate, base=other, detector=log.header.detector)
     policies = {"the run's own" if log.ours else "default": own} | ({} if other == own else {"what if": other})
-    results = _replayed(log, policies)
+    results = replayed(log, policies)
     if not log.ours:
         for note in log.notes:
             console.print(visible(note), markup=False)
@@ -71,25 +68,6 @@ def run(
             markup=False,
         )
         console.print("open-loop: the recorded norms already carry what the run's own decisions did to them")
-
-
-def _replayed(log: "Log", policies: "dict[str, Policy]") -> dict[str, dict[str, float]]:
-    """What each policy would have done, in one pass over the norms and with one block of them in memory."""
-    import numpy as np
-
-    from trimtab.control.replay import Replay
-    from trimtab.report.summary import quiet_steps
-
-    total = log.rows if log.header.total_steps is None else log.header.total_steps
-    header = log.header
-    how = {"detector": header.detector, "parts": [part.units for part in header.quotas]}
-    going = {name: Replay(policy, log.recoverable, total, **how) for name, policy in policies.items()}
-    quiet = []
-    for block in log.blocks():
-        quiet.append(quiet_steps(block.steps, log.config))
-        for one in going.values():
-            one.add(block.norms, block.seen, block.columns)
-    return {name: one.decisions().summary(np.concatenate(quiet)) for name, one in going.items()}
 
 
 def _short(value: object) -> str:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.checks import shown
+from trimtab.checks import is_number, shown
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.lab.damage import flipped, spiked, with_nan, zeroed
@@ -110,8 +110,8 @@ class FaultWindow:
             return
         if KINDS[self.kind] is None:
             raise TrimtabError(f"a {self.kind} fault has no size, got {self.size}: leave it out")
-        if not isinstance(self.size, (int, float)) or not math.isfinite(self.size):
-            raise TrimtabError(f"a fault's size must be a finite number, got {self.size!r}")
+        if not is_number(self.size):
+            raise TrimtabError(f"a fault's size must be a finite number, got {shown(self.size)}")
         if self.kind in SHARES and not 0 < self.size <= 1:
             raise TrimtabError(f"the size of a {self.kind} fault is a share in (0, 1], got {self.size}")
         if self.kind in SCALES and self.size <= 0:

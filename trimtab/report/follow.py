@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from trimtab.checks import parse_json
+from trimtab.checks import is_number, parse_json
 from trimtab.control.advance import State
 from trimtab.control.record import METRICS, RUN, TRACE
 from trimtab.errors import TrimtabError
@@ -393,7 +393,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _plain(value: Any) -> float | int | None:
     """A number with six digits; None for what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 

@@ -4,6 +4,7 @@
     found = whatif(read_log("runs/a"), grid_of(Policy()))
     found.advice.row.policy, found.advice.reason
     write_sweep_page(found, "sweep.html")
+    replayed(read_log("runs/a"), {"what if": Policy(alpha=2)})        # a few policies, with all their metrics
 
 The grid crosses thresholds with what norms are measured against, beside the run's own policy and the named presets.
 Spikes are those of the logged loss (`spikes`), quiet steps those outside spikes and known faults. The page shows every
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.control.policy import PRESETS, Policy
+from trimtab.control.replay import Replay
 from trimtab.control.sweep import WINDOW, Advice, Peaks, Row, Sweep, quiet_rows, suggest
 from trimtab.errors import TrimtabError
 from trimtab.report.assets import asset, scripts, write
@@ -156,6 +158,20 @@ def whatif(
         found.add(block.norms, block.seen, block.columns)
     rows = found.rows(quiet, places)
     return WhatIf(log, tuple(policies), rows, suggest(rows, most_alarms), steps, spiked, quiet)
+
+
+def replayed(log: Log, policies: Mapping[str, Policy]) -> dict[str, dict[str, float]]:
+    """What each policy would have done: one pass over the norms, with one block of them in memory at a time."""
+    header = log.header
+    total = log.rows if header.total_steps is None else header.total_steps
+    how = {"detector": header.detector, "parts": [part.units for part in header.quotas]}
+    going = {name: Replay(policy, log.recoverable, total, **how) for name, policy in policies.items()}
+    quiet = []
+    for block in log.blocks():
+        quiet.append(quiet_steps(block.steps, log.config))
+        for one in going.values():
+            one.add(block.norms, block.seen, block.columns)
+    return {name: one.decisions().summary(np.concatenate(quiet)) for name, one in going.items()}
 
 
 def _calibrated(log: Log, quiet: NDArray[np.bool_], bases: Sequence[Policy]) -> dict[str, Policy]:
