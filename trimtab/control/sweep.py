@@ -33,7 +33,7 @@ from trimtab.control.advance import State, Verdict, advance
 from trimtab.control.decide import Choice, Ledger, decide
 from trimtab.control.detectors import Detector, Gnmr, detector_of
 from trimtab.control.judge import History, judge, risk_of
-from trimtab.control.policy import Limits, Policy, quiet_level
+from trimtab.control.policy import Limits, Policy, peaks, quiet_level
 from trimtab.control.replay import as_float32, blocks_of
 from trimtab.control.tally import Tally
 from trimtab.control.values import Bools, Floats, Risk
@@ -165,17 +165,16 @@ class Peaks:
     def add(self, norms: NDArray[np.floating], seen: Bools) -> None:
         """Take the next steps."""
         judged, self._memory = judge(self._memory, as_float32(norms), seen, self.base, np.ones(len(norms)))
-        finite = [np.where(np.isfinite(x), x, -np.inf).max(axis=1, initial=-np.inf) for x in judged[:2]]
-        self._peaks.append(np.stack(finite, axis=1))
+        self._peaks.append(np.stack([peaks(column) for column in judged[:2]], axis=1))
 
     def calibrated(self, quiet: Bools, false_alarms_per_1k: float, skip: int = 20) -> Policy | None:
         """The base with thresholds that so many of 1,000 quiet steps pass; None where fewer than 50 are quiet."""
-        peaks = np.concatenate(self._peaks)[skip:][quiet[skip:]]
-        if np.isfinite(peaks).all(axis=1).sum() < 50:
+        found = np.concatenate(self._peaks)[skip:][quiet[skip:]]
+        if np.isfinite(found).all(axis=1).sum() < 50:
             return None
         share = false_alarms_per_1k / 1000 / (1 if self.base.beta is None else 2)
-        alpha = quiet_level(peaks[:, :1], share)
-        beta = None if self.base.beta is None else quiet_level(peaks[:, 1:], share)
+        alpha = quiet_level(found[:, :1], share)
+        beta = None if self.base.beta is None else quiet_level(found[:, 1:], share)
         warm = None if self.base.alpha_warmup is None else alpha * max(1.0, self.base.alpha_warmup / self.base.alpha)
         if not (alpha > 0 and (beta is None or beta > 0)):
             return None
