@@ -11,9 +11,15 @@ DIR holds GSM8K's train.jsonl and test.jsonl. Every arm trains on the same batch
     random     random layers, as many in each step as gnmr had
 
 with the recipe `int8` (dynamic, per token and output row) and, as a stress, with `int8_static` (one scale per tensor,
-calibrated on the first batches; names end in `-static`). The measure is the log-likelihood per token of the gold
-answers of the test set, on the high path and on the low one, saved item by item in each run's `scores.json`.
-Differences are paired by item (the mean over seeds first); intervals are 95 % bootstrap over items, and so do not
+calibrated on the first batches; names end in `-static`). What is wrong in every step needs layers that are high in
+every step, so with --keep the stress has two arms more, scored with those layers high on the low path too:
+
+    keep       always the layers given and no others: those that `trimtab diagnose MODEL DATA --recipe int8_static
+               --unit block --keep 0.25` lists, say
+    spread     as many, at equal distances
+
+The measure is the log-likelihood per token of the gold answers of the test set, on the high path and on the low one,
+saved item by item in each run's `scores.json`. Differences are paired by item (the mean over seeds first); intervals are 95 % bootstrap over items, and so do not
 cover other seeds. A finished run is not repeated, an unfinished one goes on: give the same --out.
 """
 
@@ -34,6 +40,7 @@ from trimtab.lab import checkpoint
 from trimtab.lab.chat import Example, encode, pad_id, pieces, read_dialogues
 from trimtab.lab.finetune import Finetuning, answer_scores, finetune, spread
 from trimtab.lab.finetune_config import FinetuneConfig
+from trimtab.lab.pretrained import shapes
 from trimtab.lab.run import Run, Silent
 from trimtab.report.read import read_run
 
@@ -76,6 +83,10 @@ def arms(args: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
         found[f"low{suffix}"] = {**one, "mode": "off", "path": "low"}
         found[f"gnmr{suffix}"] = one
         found[f"random{suffix}"] = {**one, "random_like": str(folder(args, f"gnmr{suffix}", seed))}
+        for name, layers in {"keep": args.keep, "spread": args.spread}.items() if suffix else ():
+            if layers:
+                patterns = [f"*.layers.{layer}" for layer in layers]
+                found[f"{name}{suffix}"] = {**one, "fixed_high": patterns, "policy": {"max_high": 0}}
     return found
 
 
@@ -108,7 +119,7 @@ def score(args: argparse.Namespace, settings: dict[str, Any], out: Path) -> dict
     examples = test_items(args, tokenizer)
     result: dict[str, list[float]] = {}
     for path in ("high", "low"):
-        with running(run.model, path):
+        with running(run.model, "plan" if path == "low" and settings.get("fixed_high") else path):
             pairs = answer_scores(run.model, examples, batch=args.score_batch, pad=pad_id(tokenizer))
         result |= {path: [pair[0] for pair in pairs], "tokens": [float(pair[1]) for pair in pairs]}
     return result
@@ -151,7 +162,7 @@ def table_of(scores: dict[str, Scores], path: str, promotion: dict[str, float]) 
             "against_high_95": interval(resampled(loss)),
             "promotion": promotion[arm],
         }
-        if arm.startswith(("gnmr", "random")):
+        if arm.startswith(("gnmr", "random", "keep", "spread")):
             low = scores[f"low{suffix}"][path]
             damage = resampled(top - low)
             row["closed"] = round(float((found[path] - low).sum() / (top - low).sum()), 4)
@@ -181,11 +192,16 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", choices=("auto", "emulated", "real"), help="of the recipe int8")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument(
+        "--keep", type=numbers, default=[], help="layers that stay high in an arm of the stress, such as 0,1,29"
+    )
     parser.add_argument("--plain-only", action="store_true", help="leave the stress recipe out")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-finetune"), help="the run folders")
     parser.add_argument("--name", default="finetune", help="of the result file")
     args = parser.parse_args()
     args.out, seeds = args.out.resolve(), range(args.first, args.first + args.seeds)
+    count = len(shapes(args.model)[1].model.layers)
+    args.spread = [round((n + 0.5) * count / len(args.keep) - 0.5) for n in range(len(args.keep))]
     for seed in seeds:
         for arm, settings in arms(args, seed).items():
             run_arm(args, arm, settings)
@@ -194,6 +210,10 @@ def main() -> None:
     promotion = {arm: round(float(np.mean([promoted(folder(args, arm, seed)) for seed in seeds])), 4) for arm in names}
     tables = {f"scored on {path}": table_of(scores, path, promotion) for path in ("high", "low")}
     save(args.name, tables, items=len(scores["high"]["tokens"]), seeds=args.seeds, runs=str(args.out.name))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def promoted(out: Path) -> float:

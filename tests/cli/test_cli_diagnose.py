@@ -105,7 +105,7 @@ def test_bad_input_gets_one_line(call: Any, folder: Path, tmp_path: Path) -> Non
     run, text = folder / "run", folder / "words.txt"
     for args, words in (
         ((tmp_path, text), ("needs a run folder", "Hugging Face")),
-        ((tmp_path / "nothing", text), ("there is neither",)),
+        ((tmp_path / "nothing", text), ("there is none of them",)),
         ((run, tmp_path / "nothing"), ("existing file or folder",)),
         ((run, text, "--recipe", "fp9"), ("recipe must be one of", "did you mean")),
         ((run, text, "--unit", "layer"), ("unit must be",)),

@@ -439,7 +439,7 @@ def test_a_hugging_face_folder_is_diagnosed_like_its_run(trained: Path, text: Pa
 def test_what_is_no_model_is_refused(trained: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "torn.pt").write_bytes(b"PK")
     torch.save({"step": 1}, tmp_path / "other.pt")
-    bad = {tmp_path: "there is neither", tmp_path / "torn.pt": "a .pt file", tmp_path / "other.pt": "lacks"}
+    bad = {tmp_path: "there is none of them", tmp_path / "torn.pt": "a .pt file", tmp_path / "other.pt": "lacks"}
     for path, words in bad.items():
         with pytest.raises(TrimtabError, match=words):
             load_subject(path, text)

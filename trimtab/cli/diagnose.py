@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def run(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A run folder, a checkpoint of one, or a Hugging Face folder.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A run folder, a checkpoint of one, a Hugging Face folder, a GGUF file, or smollm2."
+        ),
     ],
     data: Annotated[str, typer.Argument(metavar="DATA", help="A file or folder of text, or stdlib.")],
     recipe: Annotated[str, typer.Option(help="What low and high mean: fp8, fp4, saved4, ...")] = "fp8",

@@ -90,7 +90,7 @@ class Settings:
     unit: Any = "linear"
     """What switches together: `linear`, `block`, `expert`, or a list of name patterns."""
     backend: str = "emulated"
-    """`auto`, `emulated` or `real` kernels; only emulation exists yet."""
+    """`emulated`, `real` kernels (a Hopper GPU), or `auto`: real on CUDA, emulated elsewhere."""
     mode: str = "act"
     """`act`, `observe` or `off`."""
     path: str = "plan"

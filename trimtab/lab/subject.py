@@ -5,6 +5,7 @@
     one of its checkpoints             that one
     a Hugging Face folder              a causal language model in FP32; tokens by its tokenizer.json, or bytes where it
                                        has none and a vocabulary of 256 (what `trimtab.lab.export` writes)
+    a GGUF file, or `smollm2`          the same, with the tokenizer inside the file (see `pretrained.py`)
 
 Everything is read, nothing is written. A recipe that remembers (delayed scales, random draws) goes on from what the
 run's checkpoint remembers, if the run had that recipe.
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, load_corpus
 from trimtab.lab.diagnose import model_loss
 from trimtab.lab.evaluate import load_model
+from trimtab.lab.pretrained import SMOLLM2, load
 from trimtab.lab.probing import LossFn
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, switch_linears
@@ -68,7 +71,11 @@ def load_subject(
         device: None means a GPU if there is one.
     """
     path = Path(path)
-    if path.is_file() or (path / RUN).is_file() or (path / checkpoint.REST).is_file():
+    step = state = config = None
+    if path.suffix == ".gguf" or (str(path) == SMOLLM2 and not path.exists()):
+        model, corpus = _with_tokenizer(path, data)
+        loss_fn, batch, seq, seed = logits_loss, batch or HF_BATCH, seq or HF_SEQ, 0
+    elif path.is_file() or (path / RUN).is_file() or (path / checkpoint.REST).is_file():
         file, state = _checkpoint(path)
         config = Config.from_dict(state["config"])
         if config.model == "micro":
@@ -79,12 +86,11 @@ def load_subject(
     elif (path / "config.json").is_file():
         model = _hugging_face(path)
         corpus = _corpus(path, data, int(model.config.vocab_size))  # type: ignore[union-attr]
-        loss_fn, step, state, config = logits_loss, None, None, None
-        batch, seq, seed = batch or HF_BATCH, seq or HF_SEQ, 0
+        loss_fn, batch, seq, seed = logits_loss, batch or HF_BATCH, seq or HF_SEQ, 0
     else:
         raise TrimtabError(
-            f"a diagnosis needs a run folder of trimtab train ({RUN}), one of its checkpoints, or a Hugging Face "
-            f"folder (config.json), got {str(path)!r}: there is neither"
+            f"a diagnosis needs a run folder of trimtab train ({RUN}), one of its checkpoints, a Hugging Face folder "
+            f"(config.json), a .gguf file or the name {SMOLLM2}, got {str(path)!r}: there is none of them"
         )
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).train()
     report = _convert(model, recipe, unit)
@@ -141,6 +147,15 @@ def _hugging_face(path: Path) -> nn.Module:
         raise TrimtabError(
             f"a Hugging Face folder must hold a causal language model, {str(path)!r} cannot be read: {reason}"
         ) from None
+
+
+def _with_tokenizer(source: Path, data: str | Path) -> tuple[nn.Module, Corpus]:
+    """A model that comes in one file with its tokenizer, and the text in its tokens."""
+    found = load(source, dtype="fp32")
+    with TemporaryDirectory() as folder:
+        tokenizer = Path(folder, "tokenizer.json")
+        found.tokenizer.backend_tokenizer.save(str(tokenizer))
+        return found.model, load_corpus(data, tokenizer=tokenizer)
 
 
 def _corpus(path: Path, data: str | Path, vocab_size: int) -> Corpus:
