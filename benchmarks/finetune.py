@@ -19,8 +19,9 @@ every step, so with --keep the stress has two arms more, scored with those layer
     spread     as many, at equal distances
 
 The measure is the log-likelihood per token of the gold answers of the test set, on the high path and on the low one,
-saved item by item in each run's `scores.json`. Differences are paired by item (the mean over seeds first); intervals are 95 % bootstrap over items, and so do not
-cover other seeds. A finished run is not repeated, an unfinished one goes on: give the same --out.
+saved item by item in each run's `scores.json`. Differences are paired by item (the mean over seeds first); intervals
+are 95 % bootstrap over items, and so do not cover other seeds. A finished run is not repeated, an unfinished one goes
+on: give the same --out.
 """
 
 import argparse

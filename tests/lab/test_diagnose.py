@@ -436,6 +436,26 @@ def test_a_hugging_face_folder_is_diagnosed_like_its_run(trained: Path, text: Pa
         load_subject(tmp_path / "llama", text, device="cpu")
 
 
+def test_smollm2_by_name_is_the_folder_made_of_it(smollm2: Path, text: Path) -> None:
+    by_name, folder = (
+        load_subject(source, text, unit=["model.layers.0"], batches=1, batch=1, seq=8, device="cpu")
+        for source in ("smollm2", smollm2)
+    )
+    assert [unit.name for unit in find_units(by_name.model)] == ["model.layers.0"]
+    assert by_name.name == "smollm2"
+    assert torch.equal(by_name.batches[0][0], folder.batches[0][0])  # the tokenizer inside the file
+    with torch.no_grad():
+        losses = [float(s.loss_fn(s.model, s.batches[0])) for s in (by_name, folder)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)  # the folder's weights are in bf16
+
+
+def test_a_torn_gguf_is_one_line(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "torn.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(TrimtabError, match=r"torn\.gguf' cannot be read"):
+        load_subject(tmp_path / "torn.gguf", text)
+
+
 def test_what_is_no_model_is_refused(trained: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "torn.pt").write_bytes(b"PK")
     torch.save({"step": 1}, tmp_path / "other.pt")
