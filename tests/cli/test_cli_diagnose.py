@@ -89,6 +89,21 @@ def test_json_is_nothing_but_json_and_blocks_are_units(call: Any, folder: Path) 
     assert len(found["keep_high"]["units"]) == 1
 
 
+def test_without_roles_there_are_fewer_passes_and_the_same_gaps(call: Any, folder: Path, tmp_path: Path) -> None:
+    page, options = (
+        tmp_path / "page.html",
+        ("--unit", "block", "--batches", "2", "--batch", "1", "--seq", "8", "--json"),
+    )
+    whole, short = (
+        json.loads(call(folder / "run", folder / "words.txt", *options, *more).out)
+        for more in ((), ("--no-roles", "--page", page))
+    )
+    assert (whole["passes"], short["passes"]) == (26, 14)
+    assert [row["gap"] for row in short["units"]] == [row["gap"] for row in whole["units"]]
+    assert all(row["roles"] == {} and row["worst_role"] is None for row in short["units"])
+    assert "By role" not in page.read_text(encoding="utf-8")
+
+
 def test_a_page_is_written_where_it_is_asked_for(call: Any, folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "new" / "page.html"
     options = ("--unit", '["*.down", "*.q"]', "--batches", "1", "--seq", "8", "--page", page)

@@ -34,6 +34,9 @@ def run(
     by: Annotated[
         str, typer.Option(metavar="gap|own", help="Rank by what is worth recovering, or by what is broken.")
     ] = "gap",
+    roles: Annotated[
+        bool, typer.Option("--roles/--no-roles", help="Also which product of a unit it is: up to twice the passes.")
+    ] = True,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 20,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page there.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -53,6 +56,7 @@ def run(
     from trimtab.lab.diagnose import diagnose
     from trimtab.lab.diagnosis import RANKINGS
     from trimtab.lab.subject import load_subject
+    from trimtab.linear.paths import ROLES
     from trimtab.report.diagnosis import verdict, write_diagnosis
 
     if by not in RANKINGS:
@@ -66,6 +70,7 @@ def run(
             subject.model,
             subject.batches,
             loss_fn=subject.loss_fn,
+            roles=ROLES if roles else (),
             max_high=parse_value(keep),
             progress=bar.moved,
         )

@@ -164,8 +164,10 @@ def _sides(found: Mapping[str, Any]) -> str:
     says = (
         "Errors are |g - g_high| / |g_high|; the own error is over the unit's parameters alone, and far above that of "
         "the other units where its low path is broken. Only it low: against everything high. Only it high: what is "
-        "left, its loss against everything low. By role: only that product of the unit low, its worst one in bold."
+        "left, its loss against everything low."
     )
+    if roles:
+        says += " By role: only that product of the unit low, its worst one in bold."
     return (
         f'<section id="sides"><h2>Each unit on both sides</h2><p class="note">{says}</p><div class="scroll"><table>'
         f"<thead><tr>{_heads(*heads, *roles)}</tr></thead><tbody>{body}</tbody></table></div></section>"
