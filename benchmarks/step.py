@@ -13,11 +13,15 @@ round, and speed-ups are ratios to BF16.
     control 0 %           the same under a controller whose budget is 0: what watching costs
     control 1, 5, 25 %    random units high in every step, so many on average: what recovery costs
 
+Python's garbage collector rests while the clock runs, as in the loops that people use at scale: one full collection
+takes as long as two steps, and falls on whichever arm is next.
+
 trimtab's arms share one model: only what happens after the backward differs. When the host waits for the norms is the
 controller's `wait` (`trimtab/control/waiting.py`).
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 
@@ -96,6 +100,8 @@ def timed(step: Callable[[], None], steps: int, before: Callable[[], object] = l
     def run() -> float:
         before()
         step()  # the plan of another arm is over after this one
+        gc.collect()
+        gc.disable()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         started = time.perf_counter()
@@ -103,7 +109,9 @@ def timed(step: Callable[[], None], steps: int, before: Callable[[], object] = l
             step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return (time.perf_counter() - started) / steps
+        seconds = (time.perf_counter() - started) / steps
+        gc.enable()
+        return seconds
 
     return run
 

@@ -94,11 +94,19 @@ def enroll(module: "SwitchLinear") -> Tensor:
     return _scalar(number)
 
 
+class _Token(weakref.ref[Tensor]):
+    """Knows its serial number when the tensor is gone; a closure would be three objects more in every forward."""
+
+    __slots__ = ("serial",)
+    serial: int
+
+
 class Calls:
     """The calls that a backward may still ask for: each lives as long as its token, and its graph."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[Call, Kept, weakref.ref[Tensor]]] = {}
+        self._calls: dict[int, tuple[Call, Kept, _Token]] = {}
+        self._forget = lambda token: self._calls.pop(token.serial, None)
 
     def of(self, name: str) -> list[tuple["Call", Kept]]:
         """Those of the modules with this path."""
@@ -107,9 +115,11 @@ class Calls:
     def put(self, call: "Call", kept: Kept = ()) -> Tensor:
         """Remember a call and what it kept outside the graph; its token."""
         serial = next(_serials)
-        token = _scalar(serial)
-        self._calls[serial] = call, kept, weakref.ref(token, lambda _: self._calls.pop(serial, None))
-        return token
+        tensor = _scalar(serial)
+        token = _Token(tensor, self._forget)
+        token.serial = serial
+        self._calls[serial] = call, kept, token
+        return tensor
 
     def get(self, token: Tensor) -> tuple["Call", Kept]:
         """The call of a forward, and what it kept."""
