@@ -84,10 +84,9 @@ def arms(args: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
         found[f"low{suffix}"] = {**one, "mode": "off", "path": "low"}
         found[f"gnmr{suffix}"] = one
         found[f"random{suffix}"] = {**one, "random_like": str(folder(args, f"gnmr{suffix}", seed))}
-        for name, layers in {"keep": args.keep, "spread": args.spread}.items() if suffix else ():
-            if layers:
-                patterns = [f"*.layers.{layer}" for layer in layers]
-                found[f"{name}{suffix}"] = {**one, "fixed_high": patterns, "policy": {"max_high": 0}}
+        for name, layers in args.fixed.items() if suffix else ():
+            patterns = [f"*.layers.{layer}" for layer in layers]
+            found[f"{name}{suffix}"] = {**one, "fixed_high": patterns, "policy": {"max_high": 0}}
     return found
 
 
@@ -201,8 +200,10 @@ def main() -> None:
     parser.add_argument("--name", default="finetune", help="of the result file")
     args = parser.parse_args()
     args.out, seeds = args.out.resolve(), range(args.first, args.first + args.seeds)
-    count = len(shapes(args.model)[1].model.layers)
-    args.spread = [round((n + 0.5) * count / len(args.keep) - 0.5) for n in range(len(args.keep))]
+    args.fixed = {}
+    if args.keep:
+        layers = range(len(shapes(args.model)[1].model.layers))
+        args.fixed = {"keep": args.keep, "spread": spread(list(layers), len(args.keep))}
     for seed in seeds:
         for arm, settings in arms(args, seed).items():
             run_arm(args, arm, settings)

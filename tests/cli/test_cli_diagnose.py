@@ -90,10 +90,8 @@ def test_json_is_nothing_but_json_and_blocks_are_units(call: Any, folder: Path) 
 
 
 def test_without_roles_there_are_fewer_passes_and_the_same_gaps(call: Any, folder: Path, tmp_path: Path) -> None:
-    page, options = (
-        tmp_path / "page.html",
-        ("--unit", "block", "--batches", "2", "--batch", "1", "--seq", "8", "--json"),
-    )
+    page = tmp_path / "page.html"
+    options = ("--unit", "block", "--batches", "2", "--batch", "1", "--seq", "8", "--json")
     whole, short = (
         json.loads(call(folder / "run", folder / "words.txt", *options, *more).out)
         for more in ((), ("--no-roles", "--page", page))

@@ -16,7 +16,7 @@ or, with `full`, `model/` when the run is finished. Adapters are kept and update
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from trimtab.lab.train import Result, train
 ADAPTER, MODEL = "adapter", "model"
 PLACES = ("model", "data", "random_like")
 SAMPLED = 4096
+
+Item = TypeVar("Item")
 
 
 def finetune(
@@ -192,8 +194,8 @@ def answer_scores(model: nn.Module, examples: Sequence[Example], *, batch: int, 
     return [scores[number] for number in range(len(examples))]
 
 
-def spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """At most `count` examples, evenly spread."""
+def spread(examples: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of them, evenly spread."""
     taken = min(count, len(examples))
     return [examples[number * len(examples) // taken] for number in range(taken)]
 

@@ -84,7 +84,7 @@ def shapes(source: str | Path) -> tuple[str, Any]:
 
 def _find(source: str | Path) -> tuple[Path, Path, dict[str, Any]]:
     """Where a source is, the folder that Transformers wants, and what else it must be told."""
-    path = smollm2_file() if str(source) == SMOLLM2 and not Path(source).exists() else Path(source)
+    path = smollm2_file() if is_smollm2(source) else Path(source)
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("transformers", "hf", "A pretrained model")
     if path.is_dir():
@@ -131,6 +131,11 @@ def replacing(folder: Path) -> Iterator[Path]:
     finally:
         for rest in (draft, old):
             shutil.rmtree(rest, ignore_errors=True)
+
+
+def is_smollm2(source: str | Path) -> bool:
+    """Whether a source is the model by name: a file or folder so called in the working directory goes first."""
+    return str(source) == SMOLLM2 and not Path(source).exists()
 
 
 def smollm2_file() -> Path:

@@ -29,7 +29,7 @@ from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, load_corpus
 from trimtab.lab.diagnose import model_loss
 from trimtab.lab.evaluate import load_model
-from trimtab.lab.pretrained import SMOLLM2, load
+from trimtab.lab.pretrained import SMOLLM2, is_smollm2, load
 from trimtab.lab.probing import LossFn
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, switch_linears
@@ -72,7 +72,7 @@ def load_subject(
     """
     path = Path(path)
     step = state = config = None
-    if path.suffix == ".gguf" or (str(path) == SMOLLM2 and not path.exists()):
+    if path.suffix == ".gguf" or is_smollm2(path):
         model, corpus = _with_tokenizer(path, data)
         loss_fn, batch, seq, seed = logits_loss, batch or HF_BATCH, seq or HF_SEQ, 0
     elif path.is_file() or (path / RUN).is_file() or (path / checkpoint.REST).is_file():

@@ -95,7 +95,7 @@ def enroll(module: "SwitchLinear") -> Tensor:
 
 
 class _Token(weakref.ref[Tensor]):
-    """Knows its serial number when the tensor is gone; a closure would be three objects more in every forward."""
+    """Knows its serial number when the tensor is gone; a closure would be four objects more in every forward."""
 
     __slots__ = ("serial",)
     serial: int
