@@ -16,6 +16,7 @@ from trimtab.lab.diagnose import diagnose
 from trimtab.lab.model import Decoder, ModelConfig
 from trimtab.lab.subject import load_subject
 from trimtab.linear import convert_
+from trimtab.report.read import read_trace
 
 UNITS = [f"blocks.{end}" for end in ("0.attn.*", "0.mlp.*", "1.attn.*", "1.mlp.gate", "1.mlp.up", "1.mlp.down")]
 
@@ -100,6 +101,29 @@ def test_without_roles_there_are_fewer_passes_and_the_same_gaps(call: Any, folde
     assert [row["gap"] for row in short["units"]] == [row["gap"] for row in whole["units"]]
     assert all(row["roles"] == {} and row["worst_role"] is None for row in short["units"])
     assert "By role" not in page.read_text(encoding="utf-8")
+
+
+def test_the_advice_for_a_pretrained_model_keeps_its_layers_high_while_it_is_tuned(
+    trimtab: Any, call: Any, folder: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    options = ("--recipe", "int8", "--unit", "block", "--batches", "1", "--seq", "16", "--keep", "2", "--no-roles")
+    answer = call(tiny_llama, folder / "words.txt", *options, "--json")
+    kept = json.loads(answer.out)["keep_high"]["units"]
+    answer = call(tiny_llama, folder / "words.txt", *options)
+    assert answer.code == 0, answer.err
+    line = next(line for line in answer.out.splitlines() if "trimtab finetune" in line)
+    _, verb, model, data, *settings = shlex.split(line)
+    assert (verb, model, data) == ("finetune", str(tiny_llama), "DATA.jsonl")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": f"{n}."}) for n in range(20)))
+    short = [f"--set={pair}" for pair in ("steps=3", "batch=2", "seq=64", "eval_batches=1", "policy.max_high=0")]
+    answer = trimtab("finetune", model, pairs, *settings, *short, "--out", tmp_path / "run", "--set", "device=cpu")
+    assert answer.code == 0, answer.err
+    trace = read_trace(tmp_path / "run" / "trace.arrow")
+    always = [name for name, high in zip(trace.units, trace.high.T, strict=True) if high.all()]
+    assert {name.removeprefix("base_model.model.") for name in always} == set(kept)
+    assert trace.high.sum() == 3 * 2
 
 
 def test_a_page_is_written_where_it_is_asked_for(call: Any, folder: Path, tmp_path: Path) -> None:

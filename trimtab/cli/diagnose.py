@@ -97,7 +97,10 @@ def run(
     if len(rows) > top:
         console.print(f"and {len(rows) - top} more (--top {len(rows)})")
     console.print(verdict(found), markup=False)
-    for line in _advice(found, subject.report.recipe, is_run=subject.step is not None):
+    tuning = None if subject.step is not None else f"trimtab finetune {shlex.quote(str(model))} DATA.jsonl"
+    if tuning is not None and unit != "block":
+        tuning += f" --set {shlex.quote(f'unit={unit}')}"
+    for line in _advice(found, subject.report.recipe, tuning):
         console.print(line, markup=False)
     if page is not None:
         console.print(str(page), markup=False)
@@ -129,14 +132,21 @@ def _table(rows: "list[Row]", terminal: bool) -> Any:
     return table
 
 
-def _advice(found: Mapping[str, Any], recipe: Any, *, is_run: bool) -> list[str]:
-    """The keep-high list, and how to follow it."""
+def _advice(found: Mapping[str, Any], recipe: Any, tuning: str | None) -> list[str]:
+    """The keep-high list, and how to follow it.
+
+    Args:
+        tuning: how a pretrained model would be fine-tuned; None for a run of our own.
+    """
     keep = found["keep_high"]
     if not keep["units"]:
         return ["keep high: none"]
     lines = [f"keep high: {', '.join(keep['units'])}"]
     others = [row["pattern"] for row in found["units"] if row["unit"] not in keep["units"]]
-    if is_run and others:
+    if tuning is not None:  # where adapters are put around the model, so that names begin with more
+        patterns = shlex.quote(f"fixed_high={json.dumps([f'*{unit}' for unit in keep['units']])}")
+        lines.append(f"  {tuning} --set recipe={recipe.name} --set {patterns}")
+    elif others:
         patterns = shlex.quote(f"unit={json.dumps(sorted(others))}")
         lines.append(f"  trimtab train --set recipe={recipe.name} --set {patterns}")
     lines.append(

@@ -126,10 +126,14 @@ def _whole(
     tl.store(out_ptr + at, q.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
+def _is_elsewhere(x: Tensor) -> bool:
+    """Whether x is not on the current device; a CPU tensor comes from Triton's interpreter."""
+    return x.is_cuda and x.device.index != torch.cuda.current_device()
+
+
 def _device(x: Tensor) -> AbstractContextManager[Any]:
-    """Launch where x is; a CPU tensor comes from Triton's interpreter."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+    """Launch where x is."""
+    return torch.cuda.device(x.device) if _is_elsewhere(x) else nullcontext()
 
 
 _ready: dict[tuple[Any, ...], "_Launch"] = {}
@@ -266,8 +270,10 @@ def cast_both(
         x.device, x.dtype, x.shape, x.stride(0), x.data_ptr() % 16, amax.dtype, amax.shape, amax.data_ptr() % 16,
         fmt.name, dtype, wanted, align, pow2_scale, saturate,
     )  # fmt: skip
+    ready = _ready.get(key)
+    if ready is not None and not _is_elsewhere(x):
+        return ready(x, amax)
     with _device(x):
-        ready = _ready.get(key)
         if ready is not None:
             return ready(x, amax)
         if _apart(x, all(wanted) and not fmt.is_integer):
@@ -313,15 +319,16 @@ class _Launch:
 
     def __call__(self, x: Tensor, amax: Tensor) -> Both:
         """Launch it; from the second time on without Triton's search."""
-        scale = x.new_empty(self._scales, dtype=torch.float32)
-        rows, columns = (None if shape is None else x.new_empty(shape, dtype=self._dtype) for shape in self._shapes)
+        scale, (first, second) = x.new_empty(self._scales, dtype=torch.float32), self._shapes
+        rows = None if first is None else x.new_empty(first, dtype=self._dtype)
+        columns = None if second is None else x.new_empty(second, dtype=self._dtype)
         # A kernel wants an address even where it writes nothing.
         args = x, amax, columns if rows is None else rows, rows if columns is None else columns, scale, *self._rest
         if self.binary is None:
             made = _both[self._grid](*args, num_warps=self._warps)  # pyright: ignore[reportIndexIssue]
             self.binary = None if made is None else made[self._grid]
         else:
-            self.binary(*args)
+            self.binary(*args, stream=torch._C._cuda_getCurrentRawStream(x.device.index))  # pyright: ignore
         return None if rows is None else (rows, scale), None if columns is None else (columns, scale)
 
 

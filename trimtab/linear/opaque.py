@@ -80,7 +80,7 @@ def _differentiable(schema: str, function: type[torch.autograd.Function]) -> Any
 
 
 def _scalar(number: int) -> Tensor:
-    return torch.tensor(number, device="cpu")  # whatever the default device is
+    return torch.scalar_tensor(number, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def _blank_scalar() -> Tensor:

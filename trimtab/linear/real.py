@@ -28,6 +28,8 @@ dimension is padded with zeros to a multiple of 16, or 128 where that many share
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +45,8 @@ from trimtab.linear.scales import amax_scale
 from trimtab.linear.state import Call
 
 Made = TypeVar("Made")
+Change = Callable[[Tensor], Tensor]
+"""What a fault, or delayed scaling, makes of an amax."""
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 INNER_LAST = {"output": (True, True), "grad_input": (True, False), "grad_weight": (False, False)}
 """Whether the left and the right operand of a role are stored with the inner dimension last."""
@@ -176,7 +180,8 @@ def _gradient(call: Call, g: Tensor, need_x: bool, need_w: bool) -> tuple[Side |
     first = path.grad_input.left if path.grad_input is not None and need_x else None
     second = path.grad_weight.left if path.grad_weight is not None and need_w else None
     if first is not None and second is not None and tiles.is_tiled(first) and tiles.is_tiled(second):
-        amaxes = (_amax(call, "grad_output", first, g), _amax(call, "grad_output", second, g))
+        change = call.change_amax("grad_output", first)  # the fault's, if any: tiles are not delayed
+        amaxes = (_amax(call, "grad_output", first, g, change), _amax(call, "grad_output", second, g, change))
         return tiles.quantize(g, first, second, amaxes)
     if first is not None and first == second:
         return _measured(call, "grad_output", first, g, (True, True))
@@ -203,38 +208,31 @@ def _measured(
     call: Call, operand: str, cast: Cast, x: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Side | None, Side | None]:
     """A matrix of a call as operands, by the amax of `_amax`."""
-    given = call.change_amax(operand, cast) is not None
-    return _quantize(x, cast, _amax(call, operand, cast, x), wanted, saturate=given)
+    change = call.change_amax(operand, cast)
+    return _quantize(x, cast, _amax(call, operand, cast, x, change), wanted, saturate=change is not None)
 
 
 def _key(operand: str, cast: Cast) -> str:
     return f"{operand} per {cast.group}"
 
 
-def _amax(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
-    """The amax that an operand is scaled by: measured, or remembered, or replaced by a fault.
+def _amax(call: Call, operand: str, cast: Cast, x: Tensor, change: Change | None) -> Tensor | None:
+    """The amax that an operand, as a matrix, is scaled by: measured, or remembered, or replaced by a fault.
 
     Input and weight are measured once per call. A gradient is measured in each backward: there may be two. None: the
     cast measures for itself, because it has each group at hand as a whole.
     """
-    change = call.change_amax(operand, cast)
     if change is not None and cast.delayed:
         return change(torch.empty(0))  # what is remembered needs no measurement
     if tiles.is_tiled(cast):
-        return _replaced(call, operand, cast, x)
+        return None if change is None else change(group_amax(x, cast.group))
     key = _key(operand, cast)
     amax = call.measured.get(key)
     if amax is None:
-        amax = _measure(as_matrix(x), cast)
+        amax = _measure(x, cast)
         if operand != "grad_output":
             call.measured[key] = amax
     return amax if change is None else change(amax.float())
-
-
-def _replaced(call: Call, operand: str, cast: Cast, x: Tensor) -> Tensor | None:
-    """What a fault makes of the amax; None: there is no fault, and the cast measures for itself."""
-    change = call.change_amax(operand, cast)
-    return None if change is None else change(group_amax(as_matrix(x), cast.group))
 
 
 def _measure(x: Tensor, cast: Cast) -> Tensor:
@@ -266,6 +264,11 @@ def _value(call: Call, x: Tensor) -> tuple[int, ...]:
     return (stream, call.mark) if call.mark is not None else (stream, x._version, x.data_ptr())
 
 
+def _is_of(last: _Last, call: Call, x: Tensor, cast: Cast) -> bool:
+    """Whether a cast of the same value is of this tensor, and the same cast."""
+    return (call.mark is not None or last.tensor() is x) and (last.cast is cast or last.cast == cast)
+
+
 def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], Made]) -> Made:
     """A cast of an input, made once for the linears that follow each other on the same tensor."""
     if cast.delayed or call.fault is not None:  # these have scales of their own
@@ -273,7 +276,7 @@ def _once(call: Call, x: Tensor, cast: Cast, columns: bool, make: Callable[[], M
     if x.is_inference() or torch.is_inference_mode_enabled():  # no versions, and nothing that autograd may keep
         return make()
     last, value = _last.get(x.device), _value(call, x)
-    if last is not None and last.value == value and last.cast == cast and (call.mark is not None or last.tensor() is x):
+    if last is not None and last.value == value and _is_of(last, call, x, cast):
         if last.amax is not None:
             call.measured[_key("input", cast)] = last.amax
         if last.columns == columns:
@@ -297,8 +300,13 @@ def _packed(call: Call, x: Tensor, weight: Tensor) -> Kept:
     assert gemm is not None
     assert gemm.right is not None
     cast = gemm.right
-    made = _once(call, x, cast, False, lambda: packing.pack(as_matrix(x), cast.fmt, _replaced(call, "input", cast, x)))
-    return made[0], weight, made[1]
+
+    def pack() -> tuple[Tensor, Tensor]:
+        matrix, change = as_matrix(x), call.change_amax("input", cast)
+        return packing.pack(matrix, cast.fmt, None if change is None else change(group_amax(matrix, cast.group)))
+
+    codes, scale = _once(call, x, cast, False, pack)
+    return codes, weight, scale
 
 
 def _unpacked(call: Call, kept: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -331,7 +339,8 @@ def _multiply(role: str, a: Side, b: Side, dtype: torch.dtype, bias: Tensor | No
         bias=bias if fused else None,
         out_dtype=written,
         use_fast_accum=FAST[role],
-    ).to(dtype)
+    )
+    y = y if written == dtype else y.to(dtype)
     return y if bias is None or fused else y + bias
 
 
@@ -342,6 +351,12 @@ def _multiply_int(a: Side, b: Side, dtype: torch.dtype, bias: Tensor | None) -> 
     y = torch._int_mm(data, b.data.t())[:rows]  # pyright: ignore[reportPrivateImportUsage]
     y = (y.float() * a.scale * b.scale.t()).to(dtype)
     return y if bias is None else y + bias
+
+
+@cache
+def _kernels() -> Any:
+    """`kernels.py` where Triton is installed; every cast asks, and an import statement takes a microsecond."""
+    return import_module("trimtab.linear.kernels") if has_triton() else None
 
 
 def _quantize(
@@ -358,13 +373,12 @@ def _quantize(
         return tiles.quantize(x, first, second, (amax, amax))
     assert amax is not None
     fmt, dtype = FORMATS[cast.fmt], TYPES[cast.fmt]
-    if x.is_cuda and has_triton():
-        from trimtab.linear import kernels
-
-        options = {"align": ALIGN, "pow2_scale": cast.pow2_scale, "saturate": saturate}
-        made = kernels.cast_both(x, fmt, dtype, amax, wanted, **options)
-        rows, columns = (None if one is None else Operand(*one) for one in made)
-        return rows, columns
+    kernels = _kernels() if x.is_cuda else None
+    if kernels is not None:
+        rows, columns = kernels.cast_both(
+            x, fmt, dtype, amax, wanted, align=ALIGN, pow2_scale=cast.pow2_scale, saturate=saturate
+        )
+        return rows and Operand(*rows), columns and Operand(*columns)
     scale = amax_scale(amax.float(), fmt, pow2_scale=cast.pow2_scale)
     x = x.float()
     y = torch.where(x.isfinite(), (x / scale).clamp(-fmt.max, fmt.max), torch.nan)  # also of a remembered scale
