@@ -204,6 +204,7 @@ def main() -> None:
         steps=args.steps,
         wait=args.wait,
         peak=peak,
+        rounds_ms={name: [round(1e3 * second, 2) for second in seconds] for name, seconds in times.items()},
     )
 
 
