@@ -30,17 +30,27 @@ with atheris.instrument_imports(include=["trimtab"]):  # pyright: ignore[reportA
     import trimtab.lab.chat
     import trimtab.lab.config
     import trimtab.lab.dcp
+    import trimtab.lab.downstream.arm
     import trimtab.lab.downstream.results
     import trimtab.lab.faults
+    import trimtab.lab.gather
+    import trimtab.lab.gguf
     import trimtab.lab.noise
+    import trimtab.lab.pretrained
+    import trimtab.lab.subject
     import trimtab.lab.train
+    import trimtab.report.compare
     import trimtab.report.follow
     import trimtab.report.markdown
+    import trimtab.report.page
     import trimtab.report.postmortem
+    import trimtab.report.whatif
+    import trimtab.retrain.export
     import trimtab.retrain.walk  # noqa: F401
 
 import damage  # pyright: ignore[reportMissingImports]
 import fuzzing  # pyright: ignore[reportMissingImports]
+import targets  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
@@ -63,10 +73,10 @@ def main() -> None:
             name = names[data[0] % len(names)]
             try:
                 (bench.folder / name).write_bytes(data[1:])
-                fuzzing.TOUCHED.add(name)
+                targets.TOUCHED.add(name)
                 with fuzzing.silent():
                     bench.target.read(bench.folder)
-            except fuzzing.ALLOWED:
+            except targets.ALLOWED:
                 pass
             finally:
                 bench.restore()

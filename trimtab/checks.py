@@ -4,6 +4,7 @@
 import difflib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,11 @@ from trimtab.errors import TrimtabError
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 20
+
+MOST_PARTS = 2048
+"""Layers, blocks or experts that a pretrained model may have."""
+PARTS = re.compile(r"(layer|block|expert)s?$")
+"""How the names of such counts end in a config.json."""
 
 
 def require(holds: bool, rule: str, value: object) -> None:
@@ -50,6 +56,20 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it nests too deep") from None
+
+
+def check_parts(values: object, source: object) -> None:
+    """Refuse a model's config that claims more layers or experts than any model has: each would be built."""
+    todo = [values]
+    while todo:
+        one = todo.pop()
+        todo += one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        for key, count in one.items() if isinstance(one, Mapping) else ():
+            if is_whole(count, MOST_PARTS + 1) and PARTS.search(str(key)):
+                raise TrimtabError(
+                    f"a model has at most {MOST_PARTS:,} layers, blocks or experts, {source} says {shown(key)} is "
+                    f"{shown(count)}: get it once more"
+                )
 
 
 def is_positive(value: object) -> bool:

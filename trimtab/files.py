@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trimtab.errors import TrimtabError
+
 ROOM = "make room there, then the same command with --resume (a bench: as it is) goes on; what was written is whole"
 ACCESS = "choose another place, or make that one writable"
 REMEDIES = {
@@ -76,6 +78,13 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         if found is error:
             raise
         raise found from None
+
+
+def check_plain(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it: whoever reads all its files would wait, or read for ever."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise TrimtabError(f"a folder that is read as a whole holds plain files, {path} is none: move it away")
 
 
 def _os_error(error: BaseException) -> OSError | None:

@@ -132,6 +132,18 @@ def test_a_checkpoint_without_our_state_is_met_with_a_warning(tmp_path: Path) ->
     assert len(notes.rows) == 4
 
 
+def test_a_damaged_state_of_ours_is_one_line(tmp_path: Path) -> None:
+    trained(tmp_path, save_strategy="steps", save_steps=4)
+    file = tmp_path / "checkpoint-4" / STATE
+    state = torch.load(file, weights_only=True)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(TrimtabError, match=r"trimtab\.pt cannot be read .* resume from another checkpoint"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    torch.save(state | {"step": "no such thing"}, file)
+    with pytest.raises(TrimtabError, match=r"trimtab\.pt cannot be read"):
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+
+
 def test_a_poisoned_step_is_skipped_and_its_norm_is_not_zero(tmp_path: Path) -> None:
     model = llama()
     trimtab.convert_(model, "fp8")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +195,61 @@ def test_a_run_from_before_a_setting_existed_is_found_and_one_of_other_settings_
     assert len(counted) == 1
 
 
+DAMAGED = (
+    "",
+    "{",
+    "[1]",
+    "\udcff",
+    '{"settings": {}}',
+    '{"settings": 3}',
+    '{"settings": {"steps": "many"}}',
+    "seconds",
+    "died",
+    "peak_bytes",
+)
+
+
+def test_a_damaged_done_file_is_said_and_costs_no_finished_run(
+    suite: Suite, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only = suite.only(["one"])
+    result = run_bench(only, tmp_path, seeds=(0,), arms=("low",))
+    done = tmp_path / "one" / "low" / "0" / bench.DONE
+    said = json.loads(done.read_text(encoding="utf-8"))
+    files = {path: path.read_bytes() for path in (tmp_path / "one").rglob("*") if path.is_file() and path != done}
+    seen: list[bool] = []
+    for damage in DAMAGED:
+        text = json.dumps(said | {damage: ["no such thing"]}) if damage in said else damage
+        done.write_bytes(text.encode("utf-8", "surrogateescape"))
+        caplog.clear()
+        seen.clear()
+        again = run_bench(only, tmp_path, seeds=(0,), arms=("low",), told=lambda *told: seen.append(told[3].before))
+        assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [f"{done} is damaged"]
+        assert seen == [True, False]  # it was gone on with, and found to be at its end
+        assert {path: path.read_bytes() for path in files} == files
+        assert again["cells"] == result["cells"]
+        assert json.loads(done.read_text(encoding="utf-8")) | {"seconds": 0} == said | {"seconds": 0}
+
+
+def test_a_damaged_run_is_named_and_one_that_others_are_made_from_must_be_whole(suite: Suite, tmp_path: Path) -> None:
+    only = suite.only(["one"])
+    run_bench(only, tmp_path, seeds=(0,))
+    run, trace = tmp_path / "one" / "low" / "0" / "run.json", tmp_path / "one" / "gnmr" / "0" / "trace.arrow"
+    whole = run.read_bytes()
+    run.write_text(json.dumps({"config": {"faults": [3]}}), encoding="utf-8")
+    with pytest.raises(TrimtabError, match=r"one.low.0 cannot be scored .* restore it, or move the folder away"):
+        run_bench(only, tmp_path, seeds=(0,))
+    run.write_bytes(whole)
+    first = tmp_path / "one" / "high" / "0" / "run.json"
+    told = json.loads(first.read_text(encoding="utf-8"))
+    first.write_text(json.dumps(told | {"cpu_count": float("nan")}), encoding="utf-8")
+    assert run_bench(only, tmp_path, seeds=(0,))["cpu_count"] is None  # and bench.json was written
+    (tmp_path / "one" / "random" / "0" / bench.DONE).unlink()
+    trace.write_bytes(trace.read_bytes()[:-9])
+    with pytest.raises(TrimtabError, match=r"trace.arrow must hold every step of its run, and is"):
+        run_bench(only, tmp_path, seeds=(0,))
+
+
 def test_the_order_puts_ends_first_and_each_arm_after_what_it_needs(suite: Suite, tmp_path: Path) -> None:
     one, two = suite.cells
     assert [arm.name for arm in arms_of(suite, one, ["random-steady"])] == ["high", "low", "steady", "random-steady"]
@@ -253,6 +309,25 @@ def test_an_error_that_is_no_death_stops_the_bench(
     monkeypatch.setattr(bench, "run_arm", broken)
     with pytest.raises(TrimtabError, match="disk is full"):
         run_bench(suite, tmp_path, seeds=(0,))
+
+
+def test_an_error_in_one_process_lets_no_other_chain_begin(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def chain(todo: list[Task]) -> list[Outcome]:
+        begun.append(todo[0].seed)
+        if todo[0].seed == 0:
+            raise TrimtabError("the disk is full")
+        time.sleep(0.2)
+        return [Outcome(0.0, None, None) for _ in todo]
+
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda jobs, *_: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(bench, "run_chain", chain)
+    with pytest.raises(TrimtabError, match="disk is full"):
+        run_bench(suite.only(["one"]), tmp_path, seeds=range(12), jobs=2)
+    assert len(begun) < 6
 
 
 def test_processes_give_the_numbers_that_one_gives(suite: Suite, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from trimtab.errors import TrimtabError
 from trimtab.lab import checkpoint
+from trimtab.lab.parallel import World
 from trimtab.lab.train import train
 
 WHOLE = {"step": 3, "steps": 9, "model": {}, "optimizer": {}, "offsets": {"metrics": 0, "trace": 0}, "config": {}}
@@ -61,6 +62,33 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path: Path, mon
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(tmp_path, 3, WHOLE)
     assert contents(tmp_path) == before
+
+
+def test_a_draft_of_one_process_or_of_several_is_in_nobody_s_way(tmp_path: Path) -> None:
+    """Killed while ranks write step 3, resumed by one process; and the other way round."""
+    draft = tmp_path / "step_000003.tmp"
+    draft.mkdir()
+    (draft / "__0_0.distcp").write_text("half")
+    checkpoint.save(tmp_path, 3, WHOLE)
+    assert names(tmp_path) == ["step_000003.pt"]
+    draft.write_text("half")
+    checkpoint.save_together(tmp_path, 3, {"model.w": torch.ones(3)}, WHOLE, World())
+    assert names(tmp_path) == ["step_000003", "step_000003.pt"]
+
+
+def test_a_folder_is_whole_until_its_removal_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed in the middle of it leaves no part of one under its final name."""
+    for step in (1, 2):
+        checkpoint.save_together(tmp_path, step, {"model.w": torch.ones(3)}, {**WHOLE, "step": step}, World())
+
+    def killed(path: Path, **_: Any) -> None:
+        (path / "rest.pt").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save_together(tmp_path, 3, {"model.w": torch.ones(3)}, {**WHOLE, "step": 3}, World())
+    assert names(tmp_path) == ["step_000001.tmp", "step_000002", "step_000003"]
 
 
 def test_without_a_checkpoint_there_is_none(tmp_path: Path) -> None:

@@ -432,8 +432,28 @@ def test_a_hugging_face_folder_is_diagnosed_like_its_run(trained: Path, text: Pa
     assert b.gaps == pytest.approx(a.gaps, rel=0.05, abs=0.02 * a.low.error.max())
     config = json.loads((tmp_path / "llama" / "config.json").read_text())
     (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    with pytest.raises(TrimtabError, match=r"a causal language model, .* cannot be read"):
+    with pytest.raises(TrimtabError, match=r"the model in .*llama' cannot be read .*mismatch"):
         load_subject(tmp_path / "llama", text, device="cpu")
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "attention_dropout": None}))
+    with pytest.raises(TrimtabError, match=r"the model in .*llama' cannot be run \(TypeError"):
+        load_subject(tmp_path / "llama", text, device="cpu")
+
+
+def test_a_hugging_face_folder_without_all_weights_is_not_diagnosed_with_random_ones(
+    trained: Path, text: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    from trimtab.lab.export import save_llama
+
+    ours = load_subject(trained, text, batches=1, batch=2, seq=16, device="cpu")
+    save_llama(ours.model, tmp_path)  # type: ignore[arg-type]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrimtabError, match=r"1 absent \(model\.layers\.0\.mlp\.up_proj\.weight\)"):
+        load_subject(tmp_path, text, device="cpu")
 
 
 def test_smollm2_by_name_is_the_folder_made_of_it(smollm2: Path, text: Path) -> None:
@@ -454,6 +474,36 @@ def test_a_torn_gguf_is_one_line(text: Path, tmp_path: Path) -> None:
     (tmp_path / "torn.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(TrimtabError, match=r"torn\.gguf' cannot be read"):
         load_subject(tmp_path / "torn.gguf", text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"paths": {"blocks.0.attn.q": 3}}, "what the linears remember in .* is damaged"),
+        ({"paths": 7}, "what the linears remember in .* is damaged"),
+        ({"step": 10**30}, "lacks its settings"),
+        ({"config": [3]}, "lacks its settings"),
+        ({"config.seq": 1 << 40}, "is of another model: its settings say 0 experts and 1099511627776 tokens"),
+        (
+            {"config.num_experts": 10**9, "config.top_k": 1},
+            "is of another model: its settings say 1,000,000,000 experts",
+        ),
+        ({"config.model": "1b"}, "is of another model: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    trained: Path, text: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    state = torch.load(trained / "checkpoints" / "step_000020.pt", weights_only=True)
+    for key, value in change.items():
+        outer, _, inner = key.rpartition(".")
+        if key == "paths" and isinstance(value, dict):
+            state[key].update(value)
+        else:
+            (state[outer] if outer else state)[inner] = value
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(TrimtabError, match=message):
+        load_subject(tmp_path / "a.pt", text, recipe="fp8_delayed", batches=1, batch=1, seq=8, device="cpu")
 
 
 def test_what_is_no_model_is_refused(trained: Path, text: Path, tmp_path: Path) -> None:

@@ -540,6 +540,23 @@ def test_results_are_kept_and_resumed(
     assert read_results(out)["tasks"]["piqa"]["n"] == 2
 
 
+@pytest.mark.parametrize("place", ["about.dtype", "tasks.piqa.scores.acc.value", "tasks.piqa.scores.acc.high"])
+def test_results_without_what_is_shown_of_them_are_refused_and_kept(
+    tiny_llama: Path, data: Path, tmp_path: Path, place: str
+) -> None:
+    out = tmp_path / "out.json"
+    told = evaluate_model(tiny_llama, ["piqa"], data, out=out, device="cpu")
+    *outer, last = place.split(".")
+    one = told
+    for key in outer:
+        one = one[key]
+    del one[last]
+    out.write_text(json.dumps(told))
+    with pytest.raises(TrimtabError, match=f"{out}.*: make it again"):
+        evaluate_model(tiny_llama, ["piqa"], data, out=out, device="cpu")
+    assert json.loads(out.read_text()) == told
+
+
 def test_other_weights_at_the_same_place_are_noticed(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
     model, out = load(tiny_llama), tmp_path / "out.json"
     for value in (0.0, 1.0):
@@ -606,7 +623,7 @@ def test_an_adapter_is_put_on(tiny_llama: Path, data: Path, tmp_path: Path) -> N
 
     run = tmp_path / "run"
     run.mkdir()
-    settings = {"model": str(tiny_llama), "lora_r": 2, "full": False, "dtype": "fp32"}
+    settings = {"model": str(tiny_llama), "data": "sums.jsonl", "lora_r": 2, "full": False, "dtype": "fp32"}
     (run / "run.json").write_text(json.dumps({"config": settings}))
     with pytest.raises(TrimtabError, match="has no adapter yet"):
         evaluate_model(run, ["piqa"], data, device="cpu")
@@ -639,6 +656,27 @@ def test_an_adapter_of_another_model_is_refused(tiny_llama: Path, data: Path, tm
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(TrimtabError, match="does not fit tiny-llama"):
         evaluate_model(tiny_llama, ["piqa"], data, adapter=folder, device="cpu")
+
+
+def test_an_adapters_config_claims_no_memory_and_names_no_code(
+    tiny_llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    from trimtab.lab.finetune import save_adapter
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    folder = save_adapter(peft.get_peft_model(load(tiny_llama).model, config), tmp_path / "adapter")
+    about, mark = folder / "adapter_config.json", tmp_path / "ran"
+    written = json.loads(about.read_text())
+    about.write_text(json.dumps(written | {"r": 1 << 32}))  # half a terabyte
+    with pytest.raises(TrimtabError, match=r"matrices of 4294967296 rows, and none in .* is longer than 32"):
+        evaluate_model(tiny_llama, ["piqa"], data, adapter=folder, device="cpu")
+    (tmp_path / "evil_megatron.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    about.write_text(json.dumps(written | {"megatron_config": {"a": 1}, "megatron_core": "evil_megatron"}))
+    with pytest.raises(TrimtabError, match="never imported"):
+        evaluate_model(tiny_llama, ["piqa"], data, adapter=folder, device="cpu")
+    assert not mark.exists()
 
 
 def test_a_chat_is_asked_through_the_template(tiny_llama: Path, data: Path, asked: Asked) -> None:

@@ -2,8 +2,10 @@
 """Loading pretrained models: what is read, what is refused and with which words, and that the network is left alone."""
 
 import json
+import os
 import shutil
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +98,49 @@ def test_a_torn_gguf_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "torn.gguf")
 
 
+def head(*values: bytes, tensors: int = 0) -> bytes:
+    """The head of a GGUF file with some values."""
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(values)) + b"".join(values)
+
+
+def named(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+PROMISES = {
+    "an array of 10^12 bytes": (head(named("a", 9, struct.pack("<IQ", 0, 10**12))), "arrays of 1,000,000,000,000"),
+    "an array of 2 million": (head(named("a", 9, struct.pack("<IQ", 4, 1 << 21))), "a length of 8,388,608"),
+    "an array of arrays": (head(named("a", 9, struct.pack("<IQ", 9, 1))), "a value of the type 9"),
+    "a text of 10^12 letters": (head(named("a", 8, struct.pack("<Q", 10**12))), "a length of 1,000,000,000,000"),
+    "10^12 tensors": (head(tensors=10**12), "a length of 8 where 0 bytes are left"),
+    "a tensor of 2^48 numbers": (
+        head(tensors=1) + struct.pack("<QIQQIQ", 0, 2, 1 << 24, 1 << 24, 0, 0),
+        "tensors of 281,474,976,710,656 numbers",
+    ),
+    "10^5 dimensions": (head(tensors=1) + struct.pack("<QI", 0, 10**5), "a tensor of 100,000 dimensions"),
+    "more layers than tensors": (head(named("llama.block_count", 4, struct.pack("<I", 900))), "block_count is 900"),
+    "no number of layers": (head(named("llama;block_count", 4, struct.pack("<I", 1))), "does not say how many blocks"),
+    "a million experts": (head(named("llama.expert_count", 4, struct.pack("<I", 10**6))), "expert_count is 1,000,000"),
+}
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.timeout(60)
+def test_a_gguf_that_promises_what_it_does_not_hold_is_refused(tmp_path: Path, promise: str) -> None:
+    data, message = PROMISES[promise]
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(TrimtabError, match=message):
+        load(tmp_path / "a.gguf")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"intermediate_size": 1 << 34}, r"speaks of [\d,]+ numbers, its weights have"),
+        ({"num_hidden_layers": 2**31}, "at most 2,048 layers"),
+        ({"text_config": [{"num_local_experts": 10**12}]}, "at most 2,048 layers"),
+        ({"model_type": ["llama"], "architectures": None}, "a causal language model is needed"),
+        ({"architectures": [{}]}, "a causal language model is needed"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "says LlamaForSequenceClassification"),
         ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "says BertForMaskedLM"),
         ({"architectures": None, "model_type": "t5"}, "says model_type 't5'"),
@@ -109,6 +151,17 @@ def test_a_model_of_another_kind_is_refused(folder: Path, change: dict[str, Any]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(TrimtabError, match=message):
+        load(folder)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_is_not_waited_for(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(TrimtabError, match=r"plain files, .*tokenizer.json is none"):
+        load(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(TrimtabError, match="nests too deep"):
         load(folder)
 
 

@@ -2,9 +2,9 @@
 """Ways to damage a file, with and without knowing what is in it.
 
     any bytes    flipped, cut, removed, doubled, inserted; numbers of 4 and 8 bytes overwritten by extreme ones; noise
-    structure    the file is taken apart (JSON, TOML, YAML, CSV, Arrow, Parquet, events, safetensors, torch), a value
-                 somewhere in it becomes another type, a huge, negative or missing one, or a deep nest, and the file is
-                 put together again, so that checksums and lengths are right and the reader gets past them
+    structure    the file is taken apart (JSON, TOML, YAML, CSV, Arrow, Parquet, events, safetensors, torch, GGUF), a
+                 value somewhere in it becomes another type, a huge, negative or missing one, or a deep nest, and the
+                 file is put together again, so that checksums and lengths are right and the reader gets past them
 
 Every damage is a function of the bytes and a random generator, so a case is found again by its seed.
 """
@@ -243,12 +243,11 @@ def damage_trace(data: bytes, rng: random.Random) -> bytes:
     with pa.BufferReader(data) as source:
         schema = pa.ipc.read_schema(source)
         head = source.tell()
-        batches = [pa.ipc.read_record_batch(source, schema) for _ in range(2)]
+        batch = pa.ipc.read_record_batch(source, schema)
     told = json.loads(schema.metadata[b"trimtab"])
     if rng.random() < 0.6:
         other = schema.with_metadata({b"trimtab": json.dumps(damage_value(told, rng)).encode("utf-8", "surrogatepass")})
         return other.serialize().to_pybytes() + data[head:]
-    batch = batches[0]
     name = rng.choice(batch.schema.names)
     column = batch.column(name)
     kind = rng.randrange(5)
@@ -361,6 +360,54 @@ def damage_torch(data: bytes, rng: random.Random) -> bytes:
     return out.getvalue()
 
 
+def damage_gguf(data: bytes, rng: random.Random) -> bytes:
+    """A GGUF file in which one number of its head (a count, a length, a type, a dimension, a value) is another."""
+    places: list[tuple[int, str]] = [(4, "<I"), (8, "<Q"), (16, "<Q")]
+    at = 24
+
+    def number(code: str) -> int:
+        nonlocal at
+        places.append((at, code))
+        at += struct.calcsize(code)
+        return struct.unpack_from(code, data, places[-1][0])[0]
+
+    def text() -> None:
+        nonlocal at
+        length = number("<Q")
+        at += length
+
+    def value(kind: int) -> None:
+        if kind == 9:
+            items, count = number("<I"), number("<Q")
+            for _ in range(count):
+                value(items)
+        elif kind == 8:
+            text()
+        else:
+            number(f"<{'BbHhIif?'[kind] if kind < 8 else 'Qqd'[kind - 10]}")
+
+    tensors, values = struct.unpack_from("<QQ", data, 8)
+    for _ in range(values):
+        text()
+        value(number("<I"))
+    for _ in range(tensors):
+        text()
+        for _ in range(number("<I")):
+            number("<Q")
+        number("<I")
+        number("<Q")
+    few = [place for place in places if place[0] < 600 or place[0] > at - 900]  # not the thousand tokens between
+    place, code = rng.choice(rng.choice((few, places)))
+    raw = bytearray(data)
+    if code[1] in "fd":
+        struct.pack_into(code, raw, place, rng.choice((0.0, -1.0, float("nan"), float("inf"), 3e38)))
+    else:
+        most = 2 ** (8 * struct.calcsize(code) - (code[1] in "bhiq")) - 1
+        odd = rng.choice((0, 1, 2, 7, 8, 9, 255, 1000, 10**5, 2**31 - 1, 10**12, 2**62, most))
+        struct.pack_into(code, raw, place, min(odd, most))
+    return bytes(raw)
+
+
 STRUCTURED: dict[str, Damage] = {
     ".json": damage_json,
     ".jsonl": damage_lines,
@@ -373,6 +420,7 @@ STRUCTURED: dict[str, Damage] = {
     ".tfevents": damage_events,
     ".safetensors": damage_safetensors,
     ".pt": damage_torch,
+    ".gguf": damage_gguf,
 }
 
 

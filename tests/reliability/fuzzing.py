@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input by the thousand: valid files of every kind that trimtab reads, ways to damage them, and who reads them.
+"""Bad input by the thousand: the valid files of a target are damaged and read, over and over.
 
     python tests/reliability/fuzzing.py run tables --cases 5000     two targets, 5,000 damaged files each
     python tests/reliability/fuzzing.py run:1 --seed 4711           one case again, with its traceback
 
-A target makes valid files with trimtab's own writers and reads them as its verbs do. A case takes one of the files,
-damages it (`damage.py`), and reads; the number of a case is the seed of its damage, so a failure is found again by it.
+A target (`targets.py`, `model_targets.py`) makes valid files with trimtab's own writers and reads them as its verbs do.
+A case takes one of the files, damages it (`damage.py`), and reads; the number of a case is the seed of its damage, so a
+failure is found again by it.
 
 What is allowed: the file is read, or one of trimtab's own errors is raised. Anything else fails: another exception,
 more than `SECONDS`, more than `MEMORY` on top of what the process had (address space, so a promise of 10^12 rows fails
-when memory is asked for, not when it is used). This file runs in a process of its own because of that limit.
+when memory is asked for, not when it is used). This file runs in a process of its own because of that limit. Where a
+target says so, files that were not damaged must also be what they were before: what was finished is never lost.
 """
 
 import argparse
 import contextlib
-import copy
 import io
-import json
 import os
 import random
 import resource
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import model_targets
+import targets
 from damage import damaged
-
-from trimtab.errors import MissingExtraError, TrimtabError
+from targets import ALLOWED, TOUCHED
 
 SECONDS = 20.0
 """Longest that one case may take: a hang is what is looked for, and a busy machine is none."""
@@ -41,16 +41,7 @@ MEMORY = 2 << 30
 """Address space that all cases together may ask for, on top of what is there before the first."""
 MOST = 400 << 20
 """What the largest of them may really use: the valid files have a few kilobytes."""
-ALLOWED = (TrimtabError, MissingExtraError)
-
-
-class Target(NamedTuple):
-    """Something that trimtab reads."""
-
-    make: Callable[[Path], Any]
-    """Write valid files into an empty folder."""
-    read: Callable[[Path], None]
-    """Read them as trimtab's verbs do."""
+TARGETS = {**targets.TARGETS, **model_targets.TARGETS}
 
 
 class Slow(BaseException):
@@ -65,453 +56,6 @@ class Failed(NamedTuple):
     what: str
     where: str
     trace: str
-
-
-# What trimtab reads. Everything is imported where it is used: a target that needs no torch loads none.
-
-
-def record_run(folder: Path, units: Sequence[str], *, name: str = "a run", message: str = "", steps: int = 40) -> None:
-    """A short run of trimtab's own recorder, in which the first unit spikes and runs high for a while."""
-    import numpy as np
-
-    from trimtab.control.policy import Policy
-    from trimtab.control.record import Recorder
-
-    policy, rng = Policy(max_high=2, alpha=1.5, warmup_steps=5), np.random.default_rng(0)
-    recoverable = np.ones(len(units), bool)
-    config = {"name": name, "steps": steps, "faults": [{"unit": units[0], "kind": "nan", "start": 20, "width": 3}]}
-    event = {
-        "step": 20,
-        "kind": "persistent",
-        "unit": units[0],
-        "cause": "ratio",
-        "message": message or f"{units[0]} high",
-    }
-    with Recorder(folder, run=config) as recorder:
-        recorder.open_trace(units, recoverable, policy.to_dict(), 2, 5, steps, columns=("update",))
-        for step in range(1, steps + 1):
-            norms = rng.lognormal(0, 0.1, len(units)).astype(np.float32)
-            seen, high = np.ones(len(units), bool), np.zeros(len(units), bool)
-            high[0] = 20 < step < 26
-            norms[0] *= 30 if step in (20, 23) else 1
-            seen[-1] = step % 7 != 0
-            if step == 30:
-                norms[1] = np.nan
-            events = [event] if step == 20 else []
-            recorder.observe(step, norms, seen, high, float(norms[0]), events, {"update": norms})
-            recorder.log(step, loss=5 / step, lr=1e-3, **({"eval_loss_high": 4 / step} if step % 10 == 0 else {}))
-            if step % 20 == 0:
-                recorder.flush()
-
-
-UNITS = ("blocks.0.attn.q", "blocks.0.mlp.up", "blocks.1.mlp.down")
-
-
-def make_run(folder: Path) -> None:
-    record_run(folder, UNITS)
-
-
-def read_folder(folder: Path) -> None:
-    """What report, watch, postmortem, export and --resume look at."""
-    from trimtab.lab.resume import stored_settings
-    from trimtab.report.follow import Follower
-    from trimtab.report.imports import read_log
-    from trimtab.report.markdown import write_markdown
-    from trimtab.report.postmortem import lines, postmortem, to_markdown
-
-    each(
-        lambda: json.dumps(following(Follower(folder)), allow_nan=False),
-        lambda: write_markdown(folder, folder / "report.md"),
-        lambda: [to_markdown(found := postmortem(read_log(folder))), list(lines(found)), json.dumps(found.to_dict())],
-        lambda: stored_settings(folder),
-    )
-
-
-def following(follower: Any) -> Any:
-    """What a live page is told."""
-    for _ in range(3):
-        follower.refresh()
-    return follower.since()
-
-
-TOUCHED: set[str] = set()
-"""The files that are damaged now; empty: any may be."""
-
-
-def each(*readers: Callable[[], Any], files: Mapping[str, Callable[[], Any]] | None = None) -> None:
-    """Every reader gets its turn, whatever the others said; those of one file only if that one is damaged."""
-    said = None
-    some = [reader for name, reader in (files or {}).items() if not TOUCHED or name in TOUCHED]
-    for reader in (*readers, *some):
-        try:
-            reader()
-        except ALLOWED as error:
-            said = error
-    if said is not None:
-        raise said
-
-
-def read_traces(folder: Path) -> None:
-    """The trace alone: whole, in blocks, judged again; and by a recorder that goes on with it."""
-    import numpy as np
-
-    from trimtab.control.record import Recorder
-    from trimtab.report.imports import read_log
-    from trimtab.report.read import iter_trace, read_trace, scan_trace
-
-    path = folder / "trace.arrow"
-
-    def resume() -> None:
-        size = path.stat().st_size if path.is_file() else 0
-        recorder = Recorder.resume(folder, {"metrics": 0, "trace": size})
-        try:
-            recorder.open_trace(UNITS, np.ones(len(UNITS), bool), {}, 1, 1, None, columns=("update",))
-        finally:
-            recorder.close()
-
-    each(
-        lambda: read_trace(path),
-        lambda: list(iter_trace(path, rows=7)),
-        lambda: scan_trace(path),
-        lambda: judge_again(read_log(path)),
-        resume,
-    )
-
-
-def judge_again(log: Any) -> None:
-    """What `trimtab replay` does with a log."""
-    from trimtab.control.policy import Policy
-    from trimtab.report.whatif import replayed
-
-    if log.rows:
-        replayed(log, {"its own": Policy.from_dict(log.header.policy)})
-
-
-def make_tables(folder: Path) -> None:
-    """The same log in every form."""
-    import pyarrow as pa
-    from pyarrow import parquet
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-
-    rows = [
-        {"step": n, "train/loss": 4 / n, "grad_norm": 1.0, "grad_norm/layers.0": 0.5, "grad_norm/layers.1": float(n)}
-        for n in range(1, 40)
-    ]
-    rows[20]["train/loss"] = 90.0
-    heads = list(rows[0])
-    lines = [heads, *([str(row[head]) for head in heads] for row in rows)]
-    (folder / "log.csv").write_text("".join(",".join(line) + "\n" for line in lines))
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "log.json").write_text(json.dumps({"log_history": rows}))
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "log.parquet")
-    records = []
-    for row in rows:
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=row[tag]) for tag in heads[1:]]  # type: ignore[attr-defined]
-        summary = summary_pb2.Summary(value=values)  # type: ignore[attr-defined]
-        event = event_pb2.Event(step=int(row["step"]), summary=summary)  # type: ignore[attr-defined]
-        records.append(event.SerializeToString())
-    raw = b"".join(struct.pack("<QI", len(one), 0) + one + bytes(4) for one in records)
-    (folder / "log.tfevents").write_bytes(raw)
-
-
-def read_tables(folder: Path) -> None:
-    from trimtab.report.imports import read_log
-    from trimtab.report.postmortem import lines, postmortem
-
-    def told(path: Path) -> None:
-        log = read_log(path)
-        judge_again(log)
-        list(lines(postmortem(log)))
-
-    logs = [path for path in sorted(folder.iterdir()) if path.name.startswith("log.")]
-    each(files={path.name: lambda path=path: told(path) for path in logs})
-
-
-CONFIG = """
-model = "micro"
-recipe = "saved4"
-unit = ["blocks.*.q", "blocks.*.up"]
-detector = "gnmr"
-lr = 0.002
-steps = 600
-seq = 64
-clip = 1.0
-seed = 3
-faults = "blocks.1.mlp.down:grad_scale:start=200,width=20,size=64"
-bad_data = "start=3,width=2"
-policy.preset = "steady"
-policy.alpha = 2.5
-policy.window = 10
-optimizer_options.eps = 0.001
-detector_options.full = true
-recipe_options.scope = "forward"
-"""
-
-
-def make_config(folder: Path) -> None:
-    (folder / "run.toml").write_text(CONFIG)
-    (folder / "run.yaml").write_text(CONFIG.replace(" = ", ": "))
-    (folder / "set.pairs").write_text(CONFIG.strip().replace(" = ", "="))
-
-
-def settle(settings: dict[str, Any]) -> None:
-    """What is made of settings before anything heavy is built."""
-    from trimtab.cli.env import to_toml
-    from trimtab.lab.config import Config
-    from trimtab.lab.faults import parse_faults
-    from trimtab.lab.finetune_config import FinetuneConfig
-    from trimtab.lab.noise import parse_bad_data
-    from trimtab.linear.recipes import Recipe
-
-    def pretraining() -> None:
-        config = Config.from_dict(settings)
-        to_toml(config.to_dict() | {"policy": config.build_policy().to_dict()})
-        config.build_policy().resolve(8, config.steps)
-        parse_faults(config.faults)
-        parse_bad_data(config.bad_data)
-        if config.recipe != "none":
-            Recipe.named(config.recipe, **config.recipe_options)
-
-    own = {key: value for key, value in settings.items() if key != "bad_data"}
-    each(pretraining, lambda: FinetuneConfig.from_dict({"data": "a.jsonl", **own}).build_policy())
-
-
-def read_config(folder: Path) -> None:
-    from trimtab.lab.config import load_settings
-
-    pairs = folder / "set.pairs"  # stands for a command line, which is always there
-    text = pairs.read_text(encoding="utf-8", errors="replace") if pairs.is_file() else ""
-    each(
-        files={
-            "run.toml": lambda: settle(load_settings(folder / "run.toml")),
-            "run.yaml": lambda: settle(load_settings(folder / "run.yaml")),
-            "set.pairs": lambda: settle(load_settings(None, text.split("\n"))),
-        }
-    )
-
-
-def make_text(folder: Path) -> None:
-    """A text, a JSONL corpus, questions and answers, and a tokenizer of few words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    words = "the quick brown fox jumps over the lazy dog and runs on through the wood until the night falls\n" * 4
-    (folder / "text.txt").write_text(words)
-    rows = [{"text": words}, {"content": words}, {"question": "why?", "answer": words}]
-    (folder / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chat = [
-        {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]},
-        {"prompt": "a", "answer": "b"},
-        {"instruction": "say", "input": "it", "output": "it"},
-    ]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
-    tokenizer = Tokenizer(models.BPE(unk_token="[unk]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.train_from_iterator(
-        [words], trainers.BpeTrainer(vocab_size=60, special_tokens=["[unk]"], show_progress=False)
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def read_texts(folder: Path) -> None:
-    from trimtab.lab.chat import read_source
-    from trimtab.lab.data import load_corpus
-
-    each(
-        files={
-            "text.txt": lambda: load_corpus(folder / "text.txt"),
-            "docs.jsonl": lambda: load_corpus(folder / "docs.jsonl"),
-            "tokenizer.json": lambda: load_corpus(folder / "text.txt", tokenizer=folder / "tokenizer.json"),
-            "chat.jsonl": lambda: read_source(folder / "chat.jsonl"),
-        }
-    )
-
-
-def make_tasks(folder: Path) -> None:
-    """Rows of each kind of downstream task, and the results of an arm."""
-    from trimtab.lab.downstream.results import FORMAT
-
-    choices = {"query": "Question: why", "choices": ["so", "not so"], "gold": 1}
-    ends = {"context_options": ["a did", "b did"], "continuation": "it.", "gold": 0}
-    question = "Is it?,a,b,c,d,1\n"
-    page = ' = First = \n\n One , two @-@ three ( four ) . It \'s " so " .\n\n = Second = \n\n More [ of it ] .\n'
-    files = {
-        "gsm8k/test.jsonl": json.dumps({"question": "2 + 3?", "answer": "5\n#### 5"}) + "\n",
-        "gsm8k/train.jsonl": json.dumps({"question": "1 + 1?", "answer": "2\n#### 2"}) + "\n",
-        "mmlu/test/law_test.csv": question * 2,
-        "mmlu/dev/law_dev.csv": question,
-        "tasks/arc_easy.jsonl": (json.dumps(choices) + "\n") * 2,
-        "tasks/winogrande.jsonl": json.dumps(ends) + "\n",
-        "tasks/lambada_openai.jsonl": json.dumps({"context": "he said", "continuation": "so"}) + "\n",
-        "wikitext-2/test.txt": page,
-    }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    items = {"id": ["0", "1", "2"], "gold_ll": [-1.0, -2.5, -0.5], "gold_tokens": [3, 4, 2], "greedy": [0, 1, 0]}
-    score = {"value": -0.5, "low": -0.7, "high": -0.3}
-    task = {"n": 3, "of": 3, "sha256": "ab", "shots": 0, "chat": False, "seconds": 0.1, "scores": {"gold_ll": score}}
-    about = {"model": "m", "adapter": None, "bits": None, "recipe": None, "path": None, "dtype": "float32"}
-    results = {"format": FORMAT, "about": about, "versions": {}, "tasks": {"gsm8k": task | {"items": items}}}
-    (folder / "results.json").write_text(json.dumps(results))
-
-
-def read_tasks(folder: Path) -> None:
-    from trimtab.cli.evaluate import _show_differences
-    from trimtab.lab.downstream.compare import compare
-    from trimtab.lab.downstream.results import load_sets, read_results
-
-    def against() -> None:
-        other = read_results(folder / "results.json")
-        ours = copy.deepcopy(VALID["results"])
-        _show_differences(compare(ours, other), other)
-
-    if "results" not in VALID:  # the first call reads valid files
-        VALID["results"] = json.loads((folder / "results.json").read_text())
-    names = ("gsm8k", "mmlu", "arc_easy", "winogrande", "lambada", "wikitext2")
-    each(
-        *(lambda name=name: load_sets([name], folder) for name in names),
-        lambda: load_sets(["gsm8k", "mmlu"], folder, shots=1),
-        files={"results.json": against},
-    )
-
-
-VALID: dict[str, Any] = {}
-"""What a target has read from its valid files."""
-
-
-def make_checkpoint(folder: Path) -> None:
-    """A run of the lab, with a checkpoint in its middle and one at its end."""
-    from trimtab.lab.train import train
-
-    text = folder / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    settings = {"data": str(text), "steps": 4, "checkpoint_every": 2, "batch": 2, "seq": 8, "eval_batches": 1}
-    train(settings, folder / "run")
-
-
-def read_checkpoint(folder: Path) -> None:
-    """Go on for a step, as --resume does; and what `trimtab evaluate` looks at first."""
-    from trimtab.lab.train import train
-
-    train({"steps": 5}, folder / "run", resume=True)
-
-
-def make_sharded(folder: Path) -> None:
-    """A checkpoint folder as several ranks write it."""
-    import torch
-
-    from trimtab.lab import dcp
-    from trimtab.lab.parallel import World
-
-    rest = {"step": 3, "steps": 9, "optimizer": {}, "offsets": {"metrics": 0, "trace": 0}, "config": {}}
-    tensors = {
-        "model.a": torch.arange(12.0).view(3, 4),
-        "model.b": torch.ones(2),
-        "optimizer.a.exp_avg": torch.ones(3, 4),
-    }
-    dcp.save(folder / "step_000003", tensors, rest, World())
-    (folder / "step_000003" / ".metadata").unlink()  # never read
-
-
-def read_sharded(folder: Path) -> None:
-    from trimtab.lab import checkpoint, dcp
-
-    found = checkpoint.latest(folder)
-    if found is not None:
-        checkpoint.weights(*found)
-        dcp.sizes(found[1], "optimizer")
-
-
-def make_packed(folder: Path) -> None:
-    """A packed model, a stored saliency, and a finished block of a retraining with its manifest."""
-    import torch
-
-    from trimtab.retrain import packed
-    from trimtab.retrain.fisher import StoredSaliency
-    from trimtab.retrain.settings import Settings
-    from trimtab.retrain.walk import _Store
-
-    model, settings = _small(), Settings(bits=2, group=8, rank=2)
-    torch.manual_seed(0)
-    factors = torch.randn(2, 16).half(), torch.randn(8, 2).half()
-    codes = torch.randint(0, 4, (8, 16), dtype=torch.uint8)
-    zero = torch.randint(0, 4, (8, 2), dtype=torch.uint8)
-    one = packed.Packed.make(codes, torch.rand(8, 2).half(), zero, *factors, settings=settings)
-    packed.save_packed(model, {"0": one}, folder / "model.safetensors")
-    StoredSaliency.save(folder / "saliency.safetensors", {"0": torch.rand(8, 16)}, source="ab")
-    store = _Store(folder / "blocks", settings, torch.ones(2, 4, dtype=torch.long), {"0": model[0]}, None)  # type: ignore[dict-item]
-    tensors, header = packed.to_file({"0": one})
-    source = packed.fingerprint({"0": model[0].weight})  # type: ignore[dict-item]
-    packed.write(store.path(0), tensors, header | {"source": source, "before": 1.0, "after": 0.5})
-
-
-def _small() -> Any:
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model[3].weight = model[2].weight  # tied, as embeddings are
-    return model
-
-
-def read_packed(folder: Path) -> None:
-    import torch
-
-    from trimtab.retrain import packed
-    from trimtab.retrain.fisher import StoredSaliency
-    from trimtab.retrain.settings import Settings
-    from trimtab.retrain.walk import _Store
-
-    def stored() -> None:
-        if StoredSaliency.header(folder / "saliency.safetensors") is not None:
-            dict(StoredSaliency(folder / "saliency.safetensors"))
-
-    def block() -> None:
-        model, settings = _small(), Settings(bits=2, group=8, rank=2)
-        store = _Store(folder / "blocks", settings, torch.ones(2, 4, dtype=torch.long), {"0": model[0]}, None)
-        found = store.load(0, {"0": model[0]})
-        if found is not None:
-            found[0]["0"].weight()
-
-    each(
-        stored,
-        block,
-        files={"model.safetensors": lambda: packed.load_packed_(_small(), folder / "model.safetensors")},
-    )
-
-
-TARGETS: dict[str, Target] = {
-    "run": Target(make_run, read_folder),
-    "trace": Target(make_run, read_traces),
-    "tables": Target(make_tables, read_tables),
-    "config": Target(make_config, read_config),
-    "text": Target(make_text, read_texts),
-    "tasks": Target(make_tasks, read_tasks),
-    "packed": Target(make_packed, read_packed),
-    "sharded": Target(make_sharded, read_sharded),
-    "checkpoint": Target(make_checkpoint, read_checkpoint),
-}
-
-VERBS: dict[str, tuple[str, ...]] = {
-    "run": (
-        *("report {0} --md --out {0}/out.md", "replay {0}", "sweep {0} --grid alpha=1.5,3 --out {0}/s.html"),
-        *("postmortem {0}", "export {0} --to torchao --top 2", "train --resume --out {0}"),
-    ),
-    "trace": ("replay {0}/trace.arrow --set alpha=2", "postmortem {0}/trace.arrow --json"),
-    "tables": tuple(
-        f"{verb} {{0}}/log.{kind}"
-        for kind in ("csv", "jsonl", "json", "parquet", "tfevents")
-        for verb in ("postmortem", "replay")
-    ),
-    "config": ("env --config {0}/run.toml", "env --config {0}/run.yaml"),
-    "tasks": ("evaluate {0}/nothing --tasks gsm8k,mmlu --data {0} --against {0}/results.json",),
-    "text": ("train --set data={0}/docs.jsonl --set tokenizer={0}/tokenizer.json --set model=none --out {0}/x",),
-    "sharded": (),
-    "packed": (),
-    "checkpoint": ("train --resume --out {0}/run --set steps=5",),
-}
-"""How a person meets the files of a target."""
 
 
 class Bench:
@@ -541,7 +85,8 @@ class Bench:
             if path.is_dir():
                 shutil.rmtree(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            if not path.is_file() or path.read_bytes() != data:
+                path.write_bytes(data)
 
     def damage(self, seed: int) -> None:
         """Put the damaged files of a case in place: one, and now and then two."""
@@ -557,7 +102,10 @@ class Bench:
         return self.end(seed, (lambda: self.verb(seed)) if verbs else lambda: self.target.read(self.folder))
 
     def odd_places(self, *, verbs: bool) -> Iterator[Failed | None]:
-        """Each file in turn is a folder, a pipe that nobody writes to, a link to itself, empty, a device, or absent."""
+        """Each file in turn is a folder, a pipe that nobody writes to, a link to itself, empty, a device, or absent.
+
+        Without verbs, one of those that have the same name.
+        """
         kinds: dict[str, Callable[[Path], Any]] = {
             "folder": Path.mkdir,
             "pipe": os.mkfifo,
@@ -567,11 +115,12 @@ class Bench:
             "zeros": lambda path: path.symlink_to("/dev/zero"),
             "missing": lambda path: None,
         }
-        for name in self.valid:
+        for name in self.valid if verbs else {Path(name).name: name for name in self.valid}.values():
             for make in kinds.values():
-                for by_verb in (False, True) if verbs and VERBS[self.name] else (False,):
+                for by_verb in (False, True) if verbs and self.target.verbs else (False,):
                     (self.folder / name).unlink()
                     make(self.folder / name)
+                    TOUCHED.add(name)
                     yield self.end(-1, self.all_verbs if by_verb else self.read_or_os)
 
     def read_or_os(self) -> None:
@@ -581,7 +130,7 @@ class Bench:
 
     def all_verbs(self) -> None:
         """Every verb that reads these files."""
-        for line in VERBS[self.name]:
+        for line in self.target.verbs:
             check_end(*command([part.format(self.folder) for part in line.split()]))
 
     def end(self, seed: int, read: Callable[[], None]) -> Failed | None:
@@ -589,9 +138,11 @@ class Bench:
         try:
             with limit(SECONDS), silent(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                read()
-        except ALLOWED:
-            pass
+                try:
+                    read()
+                except ALLOWED as error:
+                    check_cause(error)
+            self.check_kept()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -602,9 +153,16 @@ class Bench:
             self.restore()
         return None
 
+    def check_kept(self) -> None:
+        """What was not damaged is what it was, if the target promises that."""
+        for name in set(self.valid) - TOUCHED if self.target.keeps else ():
+            path = self.folder / name
+            assert path.is_file(), f"{name} was removed"
+            assert path.read_bytes() == self.valid[name], f"{name} was changed"
+
     def verb(self, seed: int) -> None:
         """One of the verbs that read these files, as a person runs it."""
-        line = random.Random(seed).choice(VERBS[self.name])
+        line = random.Random(seed).choice(self.target.verbs)
         check_end(*command([part.format(self.folder) for part in line.split()]))
 
 
@@ -640,6 +198,15 @@ def check_end(code: int, said: str) -> None:
     assert len(errors[0]) < 4000, "a line that nobody reads"
     assert errors[0].isprintable(), said[-2000:]
     assert "Traceback" not in said, said[-2000:]
+
+
+def check_cause(error: BaseException) -> None:
+    """A refusal that comes from memory that was asked for and not given is none: elsewhere it would be given."""
+    one: BaseException | None = error
+    while one is not None:
+        assert not isinstance(one, MemoryError), trace_of(one)
+        assert "allocate memory" not in str(one), trace_of(one)
+        one = one.__cause__ or one.__context__
 
 
 @contextlib.contextmanager
@@ -731,7 +298,7 @@ def main() -> int:
     for target in given.targets or TARGETS:
         name, *numbers = target.split(":")
         cases, verbs = [*map(int, numbers), *(given.cases, given.verbs)[len(numbers) :]]
-        count, failed, grown = fuzz(name, cases, given.seed, verbs if VERBS[name] else 0, odd=given.odd)
+        count, failed, grown = fuzz(name, cases, given.seed, verbs if TARGETS[name].verbs else 0, odd=given.odd)
         print(f"{name}: {count} cases, {len(failed)} kinds of failure, {grown >> 20} MiB more memory", flush=True)
         for one in failed:
             print(f"  {one.target} --seed {one.seed}: {one.what} at {one.where}\n{one.trace}", flush=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzzing
+import targets
 
 MORE = 600 << 20
 MANY = 10**12
@@ -27,19 +28,19 @@ Read = Callable[[], Any]
 
 def trace_rows(folder: Path) -> Read:
     """A batch of 20 rows that says it has 10^12."""
-    fuzzing.make_run(folder)
+    targets.make_run(folder)
     data = (folder / "trace.arrow").read_bytes()
     patched = data.replace(struct.pack("<q", 20), struct.pack("<q", MANY))
     assert patched != data
     (folder / "trace.arrow").write_bytes(patched)
-    return lambda: fuzzing.read_traces(folder)
+    return lambda: targets.read_traces(folder)
 
 
 def trace_body(folder: Path) -> Read:
     """A message whose length is said to be two gigabytes, and one whose body has 10^12 bytes."""
     import pyarrow as pa
 
-    fuzzing.make_run(folder)
+    targets.make_run(folder)
     path = folder / "trace.arrow"
     data = path.read_bytes()
     with pa.BufferReader(data) as source:
@@ -53,7 +54,7 @@ def trace_body(folder: Path) -> Read:
     def read() -> None:
         for one in (long, wide):
             path.write_bytes(one)
-            fuzzing.each(lambda: fuzzing.read_traces(folder), lambda: fuzzing.read_folder(folder))
+            targets.each(lambda: targets.read_traces(folder), lambda: targets.read_folder(folder))
 
     return read
 
@@ -62,7 +63,7 @@ def header(folder: Path, **changes: Any) -> Read:
     """A trace whose header has other values."""
     import pyarrow as pa
 
-    fuzzing.make_run(folder)
+    targets.make_run(folder)
     path = folder / "trace.arrow"
     data = path.read_bytes()
     with pa.BufferReader(data) as source:
@@ -71,22 +72,22 @@ def header(folder: Path, **changes: Any) -> Read:
     told["policy"] |= changes.pop("policy", {})
     other = schema.with_metadata({b"trimtab": json.dumps(told | changes).encode()})
     path.write_bytes(other.serialize().to_pybytes() + data[head:])
-    return lambda: fuzzing.each(lambda: fuzzing.read_traces(folder), lambda: fuzzing.read_folder(folder))
+    return lambda: targets.each(lambda: targets.read_traces(folder), lambda: targets.read_folder(folder))
 
 
 def far_step(folder: Path) -> Read:
     """Lines at step 1 and at step 10^12."""
-    fuzzing.make_run(folder)
+    targets.make_run(folder)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": MANY, "loss": 1.0, "grad_norm": 1.0}) + "\n")
-    return lambda: fuzzing.read_folder(folder)
+    return lambda: targets.read_folder(folder)
 
 
 def diagonal(folder: Path) -> Read:
     """A log each of whose 12,000 lines has a column of its own: one value each, 144 million cells."""
     lines = (json.dumps({"step": n, f"grad_norm/layers.{n}": 1.0}) for n in range(12_000))
     (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-    return lambda: fuzzing.read_tables(folder)
+    return lambda: targets.read_tables(folder)
 
 
 def packed_rows(folder: Path) -> Read:
@@ -100,21 +101,21 @@ def packed_rows(folder: Path) -> Read:
     with parquet.ParquetWriter(folder / "log.parquet", schema, compression="zstd") as writer:
         for _ in range(60):
             writer.write_table(block, row_group_size=1_000_000)
-    return lambda: fuzzing.read_tables(folder)
+    return lambda: targets.read_tables(folder)
 
 
 def packed_text(folder: Path) -> Read:
     """A compressed CSV of two megabytes that unpacks to two gigabytes."""
     block = gzip.compress(b"1,1.0\n" * 900_000)  # members may follow each other
     (folder / "log.csv.gz").write_bytes(gzip.compress(b"step,loss\n") + block * 400)
-    return lambda: fuzzing.read_tables(folder)
+    return lambda: targets.read_tables(folder)
 
 
 def vocabulary(folder: Path) -> Read:
     """A tokenizer in which one word has the number 4 billion."""
     from trimtab.lab.data import load_corpus
 
-    fuzzing.make_text(folder)
+    targets.make_text(folder)
     told = json.loads((folder / "tokenizer.json").read_text())
     word = next(reversed(told["model"]["vocab"]))
     told["model"]["vocab"][word] = 2**32 - 2
@@ -126,29 +127,29 @@ def index(folder: Path) -> Read:
     """A checkpoint folder whose index says that a tensor of 12 numbers has 10^12."""
     import torch
 
-    fuzzing.make_sharded(folder)
+    targets.make_sharded(folder)
     path = folder / "step_000003" / "rest.pt"
     state = torch.load(path, weights_only=True)
     state["index"]["model.a"] |= {"size": [3, MANY // 3]}
     torch.save(state, path)
-    return lambda: fuzzing.read_sharded(folder)
+    return lambda: targets.read_sharded(folder)
 
 
 def moments(folder: Path) -> Read:
     """A checkpoint in which one number stands for a moment of 10^9."""
     import torch
 
-    fuzzing.make_checkpoint(folder)
+    targets.make_checkpoint(folder)
     for path in (folder / "run" / "checkpoints").glob("*.pt"):
         state = torch.load(path, weights_only=True)
         state["optimizer"]["optimizers"][0]["state"][0]["exp_avg"] = torch.zeros(1).expand(10**9)
         torch.save(state, path)
-    return lambda: fuzzing.read_checkpoint(folder)
+    return lambda: targets.read_checkpoint(folder)
 
 
 def tensors(folder: Path) -> Read:
     """A packed model whose header says 10^12 rows."""
-    fuzzing.make_packed(folder)
+    targets.make_packed(folder)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     size = struct.unpack_from("<Q", data)[0]
@@ -158,7 +159,7 @@ def tensors(folder: Path) -> Read:
     told["__metadata__"]["trimtab"] = json.dumps(inner)
     raw = json.dumps(told).encode()
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
-    return lambda: fuzzing.read_packed(folder)
+    return lambda: targets.read_packed(folder)
 
 
 def laughs(folder: Path) -> Read:
@@ -168,14 +169,14 @@ def laughs(folder: Path) -> Read:
     from trimtab.lab.config import load_settings
 
     (folder / "a.yaml").write_text(f"{damage.LAUGHS}unit: *k\nsteps: *k\npolicy: {{alpha: *k}}\n")
-    return lambda: fuzzing.settle(load_settings(folder / "a.yaml"))
+    return lambda: targets.settle(load_settings(folder / "a.yaml"))
 
 
 def brackets(folder: Path) -> Read:
     """A page of WikiText that opens a bracket 200,000 times and closes none."""
     from trimtab.lab.downstream.results import load_sets
 
-    fuzzing.make_tasks(folder)
+    targets.make_tasks(folder)
     (folder / "wikitext-2" / "test.txt").write_text(" = A = \n\n" + "( [ { \" ' " * 200_000 + "(" + " " * 200_000)
     return lambda: load_sets(["wikitext2"], folder)
 
@@ -213,7 +214,7 @@ def main() -> int:
             try:
                 with fuzzing.limit(fuzzing.SECONDS), fuzzing.silent(), contextlib.redirect_stderr(None):
                     read()
-            except fuzzing.ALLOWED as error:
+            except targets.ALLOWED as error:
                 said = f"refused: {str(error)[:160]}"
             except BaseException as error:
                 said, broken = f"FAILED: {type(error).__name__}: {error}\n{fuzzing.trace_of(error)}", broken + 1

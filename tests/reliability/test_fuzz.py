@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is in a file: it is read, or refused in trimtab's own words; in time, and in bounded memory.
 
-The cases are those of `fuzzing.py`. A few hundred of them run here; TRIMTAB_LONG=1 runs more than 100,000.
+The cases are those of `fuzzing.py`. A few hundred of them run here; TRIMTAB_LONG=1 runs more than 130,000.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import damage
 import fuzzing
 import promises
 import pytest
+import targets
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,14 @@ CASES = {
     "packed": (30, 12_000),
     "sharded": (10, 4_000),
     "checkpoint": (3, 1_000),
+    "pages": (10, 4_000),
+    "bench": (25, 4_000),
+    "subject": (4, 1_000),
+    "model": (10, 4_000),
+    "gguf": (20, 4_000),
+    "adapter": (8, 2_000),
+    "quantized": (20, 6_000),
+    "results": (20, 6_000),
 }
 """How many damaged files of each target, in the normal suite and in the long mode."""
 
@@ -50,7 +59,7 @@ def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[st
 @pytest.mark.timeout(4 * 3600)
 def test_a_damaged_file_is_read_or_refused_in_our_own_words(rounds: Callable[[int, int], int]) -> None:
     assert list(CASES) == list(fuzzing.TARGETS)
-    assert sum(long for _, long in CASES.values()) >= 100_000
+    assert sum(long for _, long in CASES.values()) >= 130_000
     counts = {name: rounds(*CASES[name]) for name in CASES}
     odd = "verbs" if rounds(0, 1) else "reads"
     ended = run("--odd", odd, *(f"{n}:{count}:{count // 20}" for n, count in counts.items()), timeout=4 * 3600)
@@ -72,14 +81,14 @@ def test_a_promise_allocates_nothing() -> None:
 def test_the_harness_sees_a_wrong_error_a_hang_and_too_much_memory(tmp_path: Path, monkeypatch: Any) -> None:
     ends: dict[str, Callable[[], Any]] = {
         "fine": lambda: None,
-        "ours": lambda: fuzzing.each(lambda: (_ for _ in ()).throw(TrimtabError("no"))),
+        "ours": lambda: targets.each(lambda: (_ for _ in ()).throw(TrimtabError("no"))),
         "KeyError": lambda: {}["a"],
         "Slow": lambda: time.sleep(60),
         "AssertionError": lambda: fuzzing.check_end(1, "error: a\nTraceback\n"),
     }
     monkeypatch.setattr(fuzzing, "SECONDS", 0.2)
     reading = {"is": "fine"}
-    target = fuzzing.Target(lambda folder: folder.joinpath("a.json").write_text("{}"), lambda _: ends[reading["is"]]())
+    target = targets.Target(lambda folder: folder.joinpath("a.json").write_text("{}"), lambda _: ends[reading["is"]]())
     monkeypatch.setitem(fuzzing.TARGETS, "fake", target)
     bench = fuzzing.Bench("fake", tmp_path / "fake")
     for name in ends:
@@ -114,9 +123,9 @@ def test_any_settings_are_taken_or_refused(rounds: Callable[[int, int], int]) ->
     @settings(max_examples=rounds(150, 10_000))
     @given(st.dictionaries(names, values, max_size=4))
     def check(told: dict[str, Any]) -> None:
-        allow(lambda: fuzzing.settle(dict(told)))
+        allow(lambda: targets.settle(dict(told)))
         allow(
-            lambda: fuzzing.settle(load_settings(None, [f"{key}={damage.toml(value)}" for key, value in told.items()]))
+            lambda: targets.settle(load_settings(None, [f"{key}={damage.toml(value)}" for key, value in told.items()]))
         )
 
     check()
@@ -126,7 +135,7 @@ def test_any_text_is_taken_or_refused_as_a_setting(rounds: Callable[[int, int], 
     @settings(max_examples=rounds(100, 10_000))
     @given(st.lists(st.builds("{}={}".format, names, st.text()) | st.text(), max_size=3))
     def check(pairs: list[str]) -> None:
-        allow(lambda: fuzzing.settle(load_settings(None, pairs)))
+        allow(lambda: targets.settle(load_settings(None, pairs)))
 
     check()
 
@@ -149,7 +158,7 @@ def test_any_json_is_taken_or_refused_as_a_run_and_as_a_log(tmp_path: Path, roun
         for name in ("trace.arrow", "log.csv", "log.parquet", "log.tfevents"):
             (tmp_path / name).write_bytes(raw)
         allow(lambda: read_run(tmp_path))
-        allow(lambda: fuzzing.read_folder(tmp_path))
+        allow(lambda: targets.read_folder(tmp_path))
         for name in ("log.jsonl", "log.csv", "log.parquet", "log.tfevents", "trace.arrow"):
             allow(lambda name=name: read_log(tmp_path / name))
 
@@ -158,12 +167,15 @@ def test_any_json_is_taken_or_refused_as_a_run_and_as_a_log(tmp_path: Path, roun
 
 def allow(read: Callable[[], Any]) -> None:
     """Nothing but trimtab's own errors."""
-    with contextlib.suppress(*fuzzing.ALLOWED):
+    with contextlib.suppress(*targets.ALLOWED):
         read()
 
 
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("target", ["config", "run", "trace", "tables", "text", "tasks", "packed", "sharded"])
+@pytest.mark.parametrize(
+    "target",
+    ["config", "run", "trace", "tables", "text", "tasks", "packed", "sharded", "pages", "bench", "gguf", "results"],
+)
 def test_guided_by_coverage_nothing_else_is_found(
     target: str, tmp_path: Path, rounds: Callable[[int, int], int]
 ) -> None:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import command, record_run
+from fuzzing import command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown import markdown
+from targets import record_run
 
 from trimtab.cli.console import Display
 from trimtab.control.values import Event

@@ -170,7 +170,7 @@ def test_a_rank_is_not_ended_while_it_lingers_for_others_to_hear(monkeypatch: py
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     line = meeting.Line(store, World(1, 2))
     assert meeting.Line(store, World(0, 2)).tell(ValueError("broken"))
     line.listen()
@@ -179,6 +179,22 @@ def test_a_rank_is_not_ended_while_it_lingers_for_others_to_hear(monkeypatch: py
     assert not first
     assert not ended
     assert "rank 0 of 2 failed first: ValueError: broken" in line.said()
+
+
+def test_a_rank_whose_torchrun_was_killed_before_they_met_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not after the ten minutes in which other ranks might come; killed later, test_kill.py."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {**where, "RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.2))
+    began = time.monotonic()
+    with pytest.raises(ConnectionRefusedError, match="torchrun has ended") as caught, meeting.meet("ddp"):
+        pass
+    assert caught.value.__notes__ == ["on rank 1 of 2"]
+    assert meeting.shows(caught.value)
+    assert time.monotonic() - began < 20
 
 
 def test_a_rank_that_keeps_others_waiting_is_named_after_the_time_out(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -328,20 +344,35 @@ def test_a_step_waits_no_longer_than_the_group_s_time_out(three: list[dict[str, 
         assert three[rank]["time-out"] == 3  # which a controller's making keeps, too, where it is the shorter
 
 
-def test_who_waits_says_so_meanwhile(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a second process: a store, and a group of two of which one is here."""
-    monkeypatch.setattr(ranks, "REMINDER", timedelta(seconds=0.3))
+@pytest.fixture
+def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a second process: a store, and two ranks of which one is here."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_who_waits_says_so_meanwhile(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "REMINDER", timedelta(seconds=0.3))
+    error, seconds = attempt(lambda: ranks.wait_for_all((0, 1), timedelta(seconds=0.5)))
+    assert "got none from rank 1 within 0.5 s" in error["text"]
+    assert seconds < 2
+    assert [record.getMessage() for record in caplog.records] == ["rank 0 waits for rank 1 to make the controller too"]
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_who_waits_hears_a_signal() -> None:
+    """Where a rank is killed before it makes its controller, torchrun ends the others by one."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
     try:
-        error, seconds = attempt(lambda: ranks.wait_for_all((0, 1), timedelta(seconds=0.5)))
-        assert "got none from rank 1 within 0.5 s" in error["text"]
-        assert seconds < 2
-        assert [record.getMessage() for record in caplog.records] == [
-            "rank 0 waits for rank 1 to make the controller too"
-        ]
+        with pytest.raises(KeyboardInterrupt):
+            ranks.wait_for_all((0, 1), timedelta(seconds=10))
     finally:
-        dist.destroy_process_group()
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 5
 
 
 def interrupted(rank: int, num: int, port: int, folder: Path) -> None:

@@ -374,8 +374,7 @@ def test_a_packed_folder_is_compared_with_its_file_before_it_is_built(
 
 
 def test_code_beside_a_model_is_never_run(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.lab.pretrained import load
-    from trimtab.lab.subject import _hugging_face
+    from trimtab.lab.pretrained import load, load_model
     from trimtab.retrain import load_folder
 
     mark, folder = tmp_path / "ran", tmp_path / "model"
@@ -391,7 +390,7 @@ def test_code_beside_a_model_is_never_run(tmp_path: Path, tiny_llama: Path, monk
     (folder / "packed.safetensors").write_bytes(b"")
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")  # who is asked says yes
-    for reads in (load, _hugging_face, load_folder):
+    for reads in (load, load_model, load_folder):
         with pytest.raises(TrimtabError):
             reads(folder)
     assert not asked

@@ -383,8 +383,9 @@ def find_group(
 def wait_for_all(ranks: tuple[int, ...], patience: timedelta) -> None:
     """Go on when all ranks have come here, and name those that have not when the time is over.
 
-    No collective, but three questions to the store: which meeting of theirs this is for the rank, how many have come to
-    it, and whether all have.
+    No collective, but questions to the store: which meeting of theirs this is for the rank, how many have come to it,
+    and, until they have, whether all have. `store.wait` would ask once, but hears no signal meanwhile: where a rank is
+    killed here, torchrun's SIGTERM is what ends the others.
     """
     from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
@@ -393,23 +394,24 @@ def wait_for_all(ranks: tuple[int, ...], patience: timedelta) -> None:
     number = store.add(f"{key}/of/{me}", 1)
     if store.add(f"{key}/{number}", 1) == len(ranks):
         store.set(f"{key}/{number}/all", "here")
-    until = time.monotonic() + patience.total_seconds()
-    while True:
-        left = timedelta(seconds=max(until - time.monotonic(), 0.001))
-        try:
-            return store.wait([f"{key}/{number}/all"], min(REMINDER, left))
-        except RuntimeError as error:
+    began, pause, reminders = time.monotonic(), 0.001, 0
+    while not store.check([f"{key}/{number}/all"]):
+        waited = timedelta(seconds=time.monotonic() - began)
+        if waited >= min(patience, (reminders + 1) * REMINDER):
             absent = [rank for rank in ranks if store.add(f"{key}/of/{rank}", 0) < number]
             names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            if left <= REMINDER:
+            if waited >= patience:
                 for counted in (f"{key}/of/{me}", f"{key}/{number}"):
                     store.add(counted, -1)  # a second attempt, by all of them, begins where the others are
                 raise TrimtabError(
                     f"every rank must make the controller, because they decide together, got none from {names} within "
                     f"{patience.total_seconds():g} s: make it on every rank, also where nothing is recorded, or give "
                     "it a process_group of those that do"
-                ) from error
+                )
             log.warning("rank %d waits for %s to make the controller too", me, names)
+            reminders += 1
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _time_out(group: dist.ProcessGroup | None) -> timedelta:

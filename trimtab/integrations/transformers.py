@@ -104,9 +104,21 @@ class TrimtabCallback(TrainerCallback):
             options["optimizer"] = optimizer.optimizer
         self.controller = Controller(model, self._policy, **options)
         if self._resumed is not None:
-            file = Path(self._resumed) / STATE
-            self.controller.load_state_dict(torch.load(file, weights_only=True) if file.exists() else None)
+            self._restore(Path(self._resumed) / STATE)
         self._seam = BeforeClipping(trainer.accelerator, optimizer, self.controller)
+
+    def _restore(self, file: Path) -> None:
+        """Take over the state in a checkpoint folder; whatever a damaged one raises becomes one line."""
+        assert self.controller is not None
+        try:
+            self.controller.load_state_dict(torch.load(file, weights_only=True) if file.exists() else None)
+        except TrimtabError:
+            raise
+        except Exception as error:  # a torn zip, a foreign file, other values in it: many kinds
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise TrimtabError(
+                f"{file} cannot be read ({said}): resume from another checkpoint, or remove the file to begin anew"
+            ) from error
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the controller's state into the checkpoint that the trainer has just written."""

@@ -114,7 +114,7 @@ def find_arm(name: str) -> Arm:
 
 def random_from(folder: Path, seed: int) -> RandomUnits:
     """Random units, as many in each step as a run had high in it (in its last pass, where it ran a batch again)."""
-    trace = read_trace(folder / TRACE)
+    trace = _trace_of(folder)
     last = np.flatnonzero(np.append(trace.steps[1:] != trace.steps[:-1], True))
     return RandomUnits(trace.high[last].sum(axis=1).tolist(), trace.recoverable, seed=seed)
 
@@ -126,13 +126,22 @@ def adapt_from(folder: Path, seed: int) -> Fixed:
     `Policy(warmup="high")`: 5 % of the run unless the policy has `warmup_steps`. During it the arm is the run of
     `high` to the bit, so its norms are read there.
     """
-    trace = read_trace(folder / TRACE)
+    trace = _trace_of(folder)
     mean = _mean_ratio(trace, _adapt_steps(trace))
     choices = np.flatnonzero(trace.recoverable)
     count = max(1, math.floor(ADAPT_SHARE * len(choices) + 1e-9))
     mask = np.zeros(len(trace.units), bool)
     mask[choices[np.argsort(-mean[choices], kind="stable")[:count]]] = True
     return Fixed(mask)
+
+
+def _trace_of(folder: Path) -> Trace:
+    """The trace of a run that another is made from; without all its rows that would be a different one."""
+    trace = read_trace(folder / TRACE)
+    if not len(trace) or trace.dropped_bytes:
+        torn = "is empty" if not len(trace) else f"is torn, {trace.dropped_bytes:,} bytes at its end are no rows"
+        raise TrimtabError(f"{folder / TRACE} must hold every step of its run, and {torn}: run {folder} again")
+    return trace
 
 
 def _adapt_steps(trace: Trace) -> int:

@@ -18,6 +18,7 @@ the means, which say how many runs they are over.
 import ctypes
 import dataclasses
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 
+from trimtab.checks import is_number, parse_json
 from trimtab.control.record import RUN
 from trimtab.control.secrets import without_secrets
 from trimtab.errors import TrimtabError
@@ -41,6 +44,9 @@ from trimtab.lab.arms import Arm, find_arm, run_arm
 from trimtab.lab.config import Config
 from trimtab.lab.run import Silent, Watcher
 from trimtab.lab.suites import Cell, Suite, merged
+from trimtab.report.verdict import brief
+
+log = logging.getLogger(__name__)
 
 DONE = "done.json"
 PR_SET_PDEATHSIG = 1
@@ -126,9 +132,9 @@ def _variant(cell: Cell, name: str) -> Arm:
 
 def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
     """Run a task, or find that it was run before."""
-    path, settings = task.folder / DONE, without_secrets(json.loads(json.dumps(task.arm.over(task.settings))))
-    if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+    settings = without_secrets(json.loads(json.dumps(task.arm.over(task.settings))))
+    found = read_done(task.folder)
+    if found is not None:
         before, now = (Config.from_dict(one).to_dict() for one in (found["settings"], settings))
         if before != now:
             changed = sorted(key for key in now if before[key] != now[key])
@@ -139,18 +145,43 @@ def run_task(task: Task, watcher: Watcher | None = None) -> Outcome:
     on_cuda = torch.cuda.is_available() and task.settings.get("device", "auto") != "cpu"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    started, died = time.perf_counter(), None
+    started, died, trained = time.perf_counter(), None, True
     try:
-        run_arm(task.arm, dict(task.settings), task.folder, done=task.done, watcher=watcher)
+        result = run_arm(task.arm, dict(task.settings), task.folder, done=task.done, watcher=watcher)
+        trained = not result.finished_before
     except TrimtabError as error:
         if "not finite" not in str(error) or not (task.folder / RUN).is_file():
             raise
         died = str(error)
-    peak = torch.cuda.max_memory_allocated() if on_cuda else None
+    peak = torch.cuda.max_memory_allocated() if on_cuda and trained else None
     outcome = Outcome(round(time.perf_counter() - started, 2), died, peak)
     said = {"settings": settings, "seconds": outcome.seconds, "died": died, "peak_bytes": peak}
-    write_whole(path, json.dumps(said, indent=1))
+    write_whole(task.folder / DONE, json.dumps(said, indent=1))
     return outcome
+
+
+def read_done(folder: Path) -> dict[str, Any] | None:
+    """What a run's done.json says; None if there is none. A damaged one counts as none, which is said.
+
+    The run is then gone on with like one that was interrupted, from its own settings and checkpoints: a finished one
+    stays as it is, and only one that had died without a checkpoint trains again.
+    """
+    path = folder / DONE
+    if path.is_dir():
+        raise TrimtabError(f"{path} must be a file, and is a folder: move it away")
+    if not os.path.lexists(path):
+        return None
+    try:
+        said: Any = parse_json(path.read_text(encoding="utf-8") if path.is_file() else "")  # a pipe would be waited for
+        Config.from_dict(said["settings"])
+        numbers = (said["seconds"], 0 if said["peak_bytes"] is None else said["peak_bytes"])
+        if all(map(is_number, numbers)) and (said["died"] is None or isinstance(said["died"], str)):
+            return said
+        reason = "seconds, died or peak_bytes is no such thing"
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {brief(str(error))}"
+    log.warning("%s is damaged (%s): the run is gone on with, or run again if it has no checkpoint", path, reason)
+    return None
 
 
 def run_bench(
@@ -201,8 +232,17 @@ def _parallel(todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Outcome]]
     context = multiprocessing.get_context("spawn")  # a forked process would share torch's threads
     with ProcessPoolExecutor(jobs, context, _end_with_parent, (os.getpid(),)) as pool:
         running = {pool.submit(run_chain, chain): chain for chain in chains.values()}
-        for future in as_completed(running):
-            yield from zip(running[future], future.result(), strict=True)
+        try:
+            for future in as_completed(running):
+                yield from zip(running[future], future.result(), strict=True)
+        except BrokenProcessPool:  # which ends the others
+            raise ChildProcessError(
+                "a process of the bench ended without an error of its own (killed? out of memory?); finished runs are "
+                "kept, the same command goes on"
+            ) from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # chains under way end first, others do not begin
+            raise
 
 
 def _end_with_parent(parent: int) -> None:

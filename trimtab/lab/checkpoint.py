@@ -40,6 +40,7 @@ NAME = re.compile(r"^step_(\d+)(\.pt)?$")
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write a checkpoint, whole or not at all, and drop the older ones."""
     folder.mkdir(parents=True, exist_ok=True)
+    drop_drafts(folder)
     path = folder / f"{_name(step)}.pt"
     with writing(path) as file:
         torch.save(state, file)
@@ -67,7 +68,7 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except Exception as error:  # a torn zip, a foreign file: torch raises many kinds
             log.warning("%s cannot be read (%s): trying the one before", path, " ".join(str(error).split())[:120])
             continue
-        if not _is_ours(state):
+        if not is_ours(state):
             raise TrimtabError(f"{path} is not a checkpoint of trimtab train: move it away, or start a new folder")
         return path, state
     if found:  # starting over would remove them, and what they stand for
@@ -75,12 +76,13 @@ def latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _is_ours(state: Any) -> bool:
+def is_ours(state: Any) -> bool:
     """Whether it has what every checkpoint of a run has."""
     if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("model", "config")):
         return False
     offsets, tensors = state.get("offsets"), state["model"].values()
-    whole = all(is_whole(state.get(key)) for key in ("step", "steps")) and isinstance(state.get("optimizer"), dict)
+    counts = [state.get(key, -1) for key in ("step", "steps")]
+    whole = all(is_whole(count) and count < 1 << 48 for count in counts) and isinstance(state.get("optimizer"), dict)
     kept = isinstance(offsets, dict) and all(is_whole(offsets.get(key)) for key in ("metrics", "trace"))
     return whole and kept and all(isinstance(tensor, Tensor) for tensor in tensors)
 
@@ -149,13 +151,23 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def drop_drafts(folder: Path) -> None:
+    """Remove what killed processes have left, of either kind: a file is in the way of a folder's draft, too."""
+    for draft in folder.glob("step_*.tmp"):
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            draft.unlink(missing_ok=True)
+
+
 def _drop_old(folder: Path) -> None:
-    """Remove all but the newest, and drafts that killed processes have left."""
-    for old in (*(path for _, path in _list(folder)[:-KEEP]), *folder.glob("step_*.tmp")):
+    """Remove all but the newest. A folder becomes a draft first: under its final name it is whole to the end."""
+    for _, old in _list(folder)[:-KEEP]:
         if old.is_dir():
-            shutil.rmtree(old, ignore_errors=True)
+            old.rename(old.with_suffix(".tmp"))
         else:
             old.unlink(missing_ok=True)
+    drop_drafts(folder)
 
 
 def _list(folder: Path) -> list[tuple[int, Path]]:

@@ -231,6 +231,7 @@ class Settings:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build settings from plain values; an unknown key raises and names the nearest."""
         known = [f.name for f in dataclasses.fields(cls)]
+        require(isinstance(values, Mapping), "settings must be a table of names and values", values)
         for key in values:
             if key not in known:
                 raise TrimtabError(f"unknown setting {key!r}: {_hint(key, known)}")

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from trimtab.errors import TrimtabError
+from trimtab.files import disk_errors
 from trimtab.lab import checkpoint
 from trimtab.lab.checkpoint import REST
 from trimtab.lab.parallel import World
@@ -59,14 +60,13 @@ def save(path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], world: Wo
     draft = path.with_name(f"{path.name}.tmp")
     if world.leads:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob("step_*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+        checkpoint.drop_drafts(path.parent)
         draft.mkdir()
     world.wait()
     try:
         metadata = _write(draft, tensors, alone=world.size == 1)
         if world.leads:
-            with (draft / REST).open("wb") as file:
+            with disk_errors(path), (draft / REST).open("wb") as file:
                 torch.save({**rest, "index": _index(metadata)}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,7 +134,7 @@ def _write(draft: Path, tensors: dict[str, Tensor], *, alone: bool) -> Metadata:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ALONE)
         try:
-            found = save_tensors(dict(tensors), storage_writer=FileSystemWriter(draft, overwrite=True), no_dist=alone)
+            found = save_tensors(dict(tensors), storage_writer=_Writer(draft, overwrite=True), no_dist=alone)
         except CheckpointException as error:  # what happened on some rank, told to all
             rank = min(error.failures)
             cause = error.failures[rank][0]
@@ -210,6 +210,15 @@ def _size(numbers: Sequence[int]) -> torch.Size:
     if any(not 0 <= int(number) < 1 << 62 for number in numbers):
         raise ValueError(f"{list(numbers)} is no size")
     return torch.Size([int(number) for number in numbers])
+
+
+class _Writer(FileSystemWriter):
+    """Says what a disk refused, where it did: all that the other ranks are told of an error is the error itself."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Write this rank's pieces."""
+        with disk_errors(str(self.path)):
+            return super().write_data(*args, **kwargs)
 
 
 class _Reader(FileSystemReader):

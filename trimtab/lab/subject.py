@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trimtab.control.record import CHECKPOINTS, RUN
-from trimtab.errors import NoEffectWarning, TrimtabError, missing_extra
+from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, load_corpus
 from trimtab.lab.diagnose import model_loss
-from trimtab.lab.evaluate import load_model
-from trimtab.lab.pretrained import SMOLLM2, is_smollm2, load
+from trimtab.lab.evaluate import load_model as run_model
+from trimtab.lab.pretrained import SMOLLM2, is_smollm2, load, load_model
 from trimtab.lab.probing import LossFn
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, switch_linears
+from trimtab.report.verdict import brief
 
 HF_BATCH, HF_SEQ = 4, 256
 
@@ -71,7 +72,7 @@ def load_subject(
         device: None means a GPU if there is one.
     """
     path = Path(path)
-    step = state = config = None
+    file = step = state = config = None
     if path.suffix == ".gguf" or is_smollm2(path):
         model, corpus = _with_tokenizer(path, data)
         loss_fn, batch, seq, seed = logits_loss, batch or HF_BATCH, seq or HF_SEQ, 0
@@ -81,10 +82,10 @@ def load_subject(
         if config.model == "micro":
             torch.set_num_threads(1)  # its operators are too small to share, see Config.threads
         corpus = load_corpus(data, tokenizer=config.tokenizer)
-        model, loss_fn, step = load_model(config, corpus.vocab_size, file, state), model_loss, int(state["step"])
+        model, loss_fn, step = run_model(config, corpus.vocab_size, file, state), model_loss, int(state["step"])
         batch, seq, seed = batch or config.batch, seq or model.config.max_seq, config.seed
     elif (path / "config.json").is_file():
-        model = _hugging_face(path)
+        model = load_model(path, dtype="fp32")
         corpus = _corpus(path, data, int(model.config.vocab_size))  # type: ignore[union-attr]
         loss_fn, batch, seq, seed = logits_loss, batch or HF_BATCH, seq or HF_SEQ, 0
     else:
@@ -94,15 +95,25 @@ def load_subject(
         )
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).train()
     report = _convert(model, recipe, unit)
-    if state is not None and config is not None and config.recipe == recipe and config.roles is None:
-        names = [linear.fqn for linear in switch_linears(model)]
-        if set(names) <= set(state["paths"]):
-            load_path_state(model, {name: state["paths"][name] for name in names})
+    if file and state and config and config.recipe == recipe and config.roles is None:
+        _remember(model, state.get("paths"), file)
     where = next(model.parameters()).device
     sampler = Sampler(corpus.train, batch=batch, seq=seq, seed=seed)
     taken = [sampler.batch_at((step or 0) + 1 + number) for number in range(batches)]
     moved = [(inputs.to(where), targets.to(where)) for inputs, targets in taken]
+    if loss_fn is logits_loss:
+        _try(model, moved[0], path)
     return Subject(model, moved, loss_fn, path.resolve().name, step, corpus.name, report)
+
+
+def _try(model: nn.Module, batch: tuple[Tensor, Tensor], path: Path) -> None:
+    """Run one sequence: a config may name what can be loaded and not run."""
+    try:
+        with torch.no_grad():
+            logits_loss(model, (batch[0][:1], batch[1][:1]))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {brief(' '.join(str(error).split()), 200)}"
+        raise TrimtabError(f"the model in {str(path)!r} cannot be run ({said}): look at its config.json") from error
 
 
 def logits_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -128,25 +139,25 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]]:
         raise TrimtabError(
             f"a checkpoint is a .pt file of trimtab train, got {str(path)!r}: {' '.join(str(error).split())[:120]}"
         ) from None
-    if not isinstance(state, dict) or not {"step", "model", "config", "paths"} <= set(state):
+    if not checkpoint.is_ours(state):
         raise TrimtabError(f"a checkpoint is a .pt file of trimtab train, got {str(path)!r}: it lacks its settings")
     return path, state
 
 
-def _hugging_face(path: Path) -> nn.Module:
+def _remember(model: nn.Module, paths: Any, file: Path) -> None:
+    """Go on from what a run's linears remember, if it had the same ones."""
+    names = [linear.fqn for linear in switch_linears(model)]
+    if isinstance(paths, dict) and not set(names) <= set(paths):
+        return
     try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise missing_extra("transformers", "hf", "A Hugging Face folder") from None
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, dtype=torch.float32
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:160]
+        load_path_state(model, {name: paths[name] for name in names})
+    except TrimtabError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise TrimtabError(
-            f"a Hugging Face folder must hold a causal language model, {str(path)!r} cannot be read: {reason}"
-        ) from None
+            f"what the linears remember in {file} is damaged ({type(error).__name__}: {brief(str(error))}): "
+            "give another checkpoint"
+        ) from error
 
 
 def _with_tokenizer(source: Path, data: str | Path) -> tuple[nn.Module, Corpus]:

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trimtab.checks import check_parts, parse_json
 from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
-from trimtab.files import disk_errors
+from trimtab.files import check_plain, disk_errors
 from trimtab.retrain.packed import Packed, check_packed, load_packed_, safetensors, save_packed
 from trimtab.retrain.walk import Retrained
 
@@ -144,7 +145,9 @@ def load_folder(folder: str | Path) -> tuple[nn.Module, dict[str, Packed]]:
     for name in (PACKED, "config.json"):
         if not (folder / name).is_file():
             raise TrimtabError(f"a packed folder holds a {name}, {str(folder)!r} has none: give the folder that has it")
+    check_plain(folder)
     try:
+        check_parts(parse_json((folder / "config.json").read_text(encoding="utf-8")), folder / "config.json")
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         options: dict[str, Any] = {"trust_remote_code": False, "dtype": config.dtype or torch.float32}
         with torch.device("meta"):  # a config may claim any size: first see that the file has it
@@ -153,8 +156,9 @@ def load_folder(folder: str | Path) -> tuple[nn.Module, dict[str, Packed]]:
             model = AutoModelForCausalLM.from_config(config, **options)
     except TrimtabError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        raise TrimtabError(f"{folder / 'config.json'} is not of a causal language model: {error}") from None
+    except Exception as error:  # Transformers raises many kinds
+        line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise TrimtabError(f"{folder / 'config.json'} is not of a causal language model: {line}") from error
     return model.eval(), load_packed_(model, folder / PACKED)
 
 

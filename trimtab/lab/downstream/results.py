@@ -36,8 +36,8 @@ from trimtab.lab.finetune import fingerprint
 
 FORMAT = "trimtab downstream 1"
 ENGINES = ("own", "lm-eval")
-SHOWN = ("model", "adapter", "bits", "recipe", "path")
-"""What a comparison says of the other arm."""
+SHOWN = ("model", "adapter", "bits", "recipe", "path", "dtype")
+"""What is said of an arm."""
 
 Results = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -137,8 +137,8 @@ def evaluate_model(
             if one.task.name not in results["tasks"]:
                 torch.manual_seed(seed)  # for each task, so that none depends on which were run before it
                 results["tasks"][one.task.name] = evaluate_set(asked, one, engine=engine, progress=progress)
-                _finish(results, out)
-    return results
+                _write(results, out)
+    return results | _commonsense(results)
 
 
 def load_sets(
@@ -231,8 +231,11 @@ def is_result(name: str, task: Any) -> bool:
         return False
     if not isinstance(scores, dict) or not all(isinstance(one, dict) for one in scores.values()):
         return False
-    values = [one.get(key) for one in scores.values() for key in ("value", "low", "high")]
-    return all(value is None or is_number(value) for value in values)
+    if not all(set(Score._fields) <= set(one) for one in scores.values()):
+        return False
+    values = [one[key] for one in scores.values() for key in Score._fields]
+    ends = all((one["low"] is None) == (one["high"] is None) for one in scores.values())
+    return ends and all(value is None or is_number(value) for value in values)
 
 
 def _as_chat(tokenizer: Any, items: Sequence[Item]) -> list[Item]:
@@ -263,24 +266,27 @@ def _start(before: Results | None, about: dict[str, Any], sets: Sequence[Set], o
                 f"{out} holds results of other settings ({key} was {then[key]}, now {now[key]}): choose another --out, "
                 "or --force replaces it"
             )
-    return before
+    return {key: value for key, value in before.items() if key != "commonsense"}
 
 
-def _finish(results: Results, out: str | Path | None) -> None:
-    """Bring the commonsense average up to date, and write the file."""
+def _commonsense(results: Results) -> dict[str, Any]:
+    """The commonsense average, where all of its tasks have a score."""
     scores = [results["tasks"].get(name, {"scores": {}})["scores"].get(key) for name, key in COMMONSENSE.items()]
-    if all(one is not None for one in scores):
-        results["commonsense"] = {
-            "average": math.fsum(one["value"] for one in scores) / len(scores),
-            "of": dict(COMMONSENSE),
-            "note": "HellaSwag is not among them: its data is not here",
-        }
+    values = [one["value"] for one in scores if one is not None and one["value"] is not None]
+    if len(values) < len(scores):
+        return {}
+    note = "HellaSwag is not among them: its data is not here"
+    return {"commonsense": {"average": math.fsum(values) / len(values), "of": dict(COMMONSENSE), "note": note}}
+
+
+def _write(results: Results, out: str | Path | None) -> None:
+    """Write the file, with the commonsense average as it is by now."""
     if out is None:
         return
     file = Path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.tmp")
-    draft.write_text(json.dumps(results, allow_nan=False) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(results | _commonsense(results), allow_nan=False) + "\n", encoding="utf-8")
     os.replace(draft, file)
 
 
