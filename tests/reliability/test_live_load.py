@@ -254,6 +254,18 @@ def test_a_hostile_request_is_refused_with_the_usual_headers(served: Served, sen
     assert served.data()["step"] == 300
 
 
+def test_a_refused_client_that_goes_on_sending_gets_its_answer_and_no_reset(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.live.port), 10) as link:
+        link.sendall(b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 20_000)
+        time.sleep(0.3)  # it has been refused by now
+        link.sendall(b"X-A: b\r\n" * 20_000)
+        link.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := link.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.0 431 ")
+
+
 def test_a_request_of_the_first_protocol_learns_nothing(served: Served) -> None:
     answer = served.raw(b"GET /data\r\n\r\n")  # no version, no Host
     assert answer.startswith(b"HTTP/1.0 403 ")

@@ -50,6 +50,8 @@ IDLE, PATIENCE = 20.0, 60.0
 """Seconds that a client may say nothing, and that a whole request may take."""
 LONGEST = 1 << 16
 """Bytes of a request: its line and its headers."""
+DRAINED, DRAIN_SECONDS = 1 << 20, 1.0
+"""Bytes that are taken in after a refusal, and how long none may come."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -203,6 +205,17 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile: Any = _Bounded(self.rfile)
+        self._refused = False
+
+    def finish(self) -> None:
+        """Take in what a refused client still sends: a connection that is closed over it is reset, answer and all."""
+        super().finish()
+        left = DRAINED if self._refused else 0
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(DRAIN_SECONDS)
+            while left > 0 and (part := self.connection.recv(1 << 16)):
+                left -= len(part)
 
     def do_GET(self) -> None:
         self._answer()
@@ -238,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse  # noqa: N815
 
     def _send(self, code: int, kind: str, body: bytes, **more: str) -> None:
+        self._refused = code >= 400
         self.request_version = self.protocol_version  # headers also for who has named no version, or a wrong one
         self.send_response(code)
         for name, value in (HEADERS | {"Content-Type": kind, "Content-Length": str(len(body))} | more).items():
