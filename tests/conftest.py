@@ -16,6 +16,7 @@ os.environ.pop("TRIMTAB", None)
 import pytest
 import torch
 from hypothesis import settings
+from llama import make_llama
 
 torch.set_num_threads(1)
 settings.register_profile("trimtab", deadline=None)  # a busy machine is not a failure
@@ -44,42 +45,11 @@ def no_waits() -> Any:
     return strict
 
 
-CHAT = (
-    "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
-
-
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of four layers, and a tokenizer by bytes that has a chat template."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    words.decoder = decoders.ByteLevel()  # pyright: ignore
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|end|>", pad_token="<|pad|>", additional_special_tokens=["<|start|>"]
-    )
-    tokenizer.chat_template = CHAT
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    pytest.importorskip("transformers")
+    return make_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")

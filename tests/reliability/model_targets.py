@@ -6,43 +6,21 @@ Much of the reading is done by other packages here; what they raise on a damaged
 errors, and what they would allocate or loop over must be held against the file before.
 """
 
+import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from targets import Target, each, make_words
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz .,?!0123456789+=#:\n"
+sys.path.append(str(Path(__file__).parents[1]))
+import llama
+
 TURN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+make_llama = functools.partial(llama.make_llama, layers=2, width=16, positions=64, chat=TURN)
 
-
-def make_llama(folder: Path) -> Path:
-    """A random Llama of two small layers, with a tokenizer that knows single letters."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    words.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
-    tokenizer.chat_template = TURN
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        eos_token_id=len(letters),
-        pad_token_id=len(letters) + 1,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,?!0123456789+=#:\n"
 
 
 def make_model(folder: Path) -> None:
