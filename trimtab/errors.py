@@ -26,6 +26,11 @@ class NoEffectWarning(UserWarning):
     """A call found nothing to change (composer's idea): a run that quietly stays as it was wastes a week."""
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """The kind of another package's error and what it says, to be part of a message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     """Build the error for an absent optional package."""
     return MissingExtraError(f"{purpose} needs {package}, which is not installed: pip install 'trimtab[{extra}]'")

@@ -29,7 +29,7 @@ from torch import nn
 
 from trimtab.control.controller import Controller
 from trimtab.control.policy import Policy
-from trimtab.errors import TrimtabError, missing_extra
+from trimtab.errors import TrimtabError, missing_extra, one_line
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -115,9 +115,9 @@ class TrimtabCallback(TrainerCallback):
         except TrimtabError:
             raise
         except Exception as error:  # a torn zip, a foreign file, other values in it: many kinds
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise TrimtabError(
-                f"{file} cannot be read ({said}): resume from another checkpoint, or remove the file to begin anew"
+                f"{file} cannot be read ({one_line(error, 120)}): resume from another checkpoint, or remove the file "
+                "to begin anew"
             ) from error
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

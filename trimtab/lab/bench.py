@@ -38,13 +38,12 @@ import torch
 from trimtab.checks import is_number, parse_json
 from trimtab.control.record import RUN
 from trimtab.control.secrets import without_secrets
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, one_line
 from trimtab.files import write_whole
 from trimtab.lab.arms import Arm, find_arm, run_arm
 from trimtab.lab.config import Config
 from trimtab.lab.run import Silent, Watcher
 from trimtab.lab.suites import Cell, Suite, merged
-from trimtab.report.verdict import brief
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ def read_done(folder: Path) -> dict[str, Any] | None:
             return said
         reason = "seconds, died or peak_bytes is no such thing"
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {brief(str(error))}"
+        reason = one_line(error, 60)
     log.warning("%s is damaged (%s): the run is gone on with, or run again if it has no checkpoint", path, reason)
     return None
 

@@ -28,7 +28,7 @@ import numpy as np
 from trimtab.control.record import RUN
 from trimtab.control.secrets import without_secrets
 from trimtab.control.writers import plain
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, one_line
 from trimtab.lab.bench import DONE, Task, read_done
 from trimtab.lab.config import Config
 from trimtab.lab.intervals import Interval, gap_closed, interval, paired
@@ -36,7 +36,6 @@ from trimtab.lab.scores import METRICS, Scores, score_run
 from trimtab.lab.suites import Cell, Suite
 from trimtab.report.read import read_run
 from trimtab.report.summary import known_faults
-from trimtab.report.verdict import brief
 
 FORMAT = 1
 POINTS = 100
@@ -133,7 +132,7 @@ def _scored(task: Task) -> Scores:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise TrimtabError(
-            f"{task.folder} cannot be scored ({type(error).__name__}: {brief(str(error))}), its {RUN} or metrics.jsonl "
+            f"{task.folder} cannot be scored ({one_line(error, 60)}), its {RUN} or metrics.jsonl "
             "is damaged: restore it, or move the folder away and the same command runs it again"
         ) from error
 

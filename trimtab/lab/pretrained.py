@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 
 from trimtab.checks import check_parts, parse_json
-from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
+from trimtab.errors import MissingExtraError, TrimtabError, missing_extra, one_line
 from trimtab.files import check_plain, disk_errors
 from trimtab.lab.gguf import MOST_PER_BYTE, check_gguf
 
@@ -80,17 +80,19 @@ def load_model(folder: str | Path, *, dtype: torch.dtype | str | None = None) ->
 def shapes(source: str | Path) -> tuple[str, Any]:
     """The name of a pretrained model, and the model on the meta device: shapes without numbers."""
     path, place, options = _find(source)
+    return _name(source, path), _without_numbers(place, path, options)
+
+
+def _without_numbers(place: Path, path: Path, options: dict[str, Any]) -> Any:
     import transformers
 
     try:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(place, **FILES, **options)
             with torch.device("meta"):
-                return _name(source, path), transformers.AutoModelForCausalLM.from_config(
-                    config, trust_remote_code=False
-                )
+                return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # many kinds, as in `_read_model`
-        raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
+        raise _unreadable(path, one_line(error)) from error
 
 
 def _find(source: str | Path) -> tuple[Path, Path, dict[str, Any]]:
@@ -222,7 +224,7 @@ def _read_model(place: Path, path: Path, options: dict[str, Any]) -> Any:
             )
             model, info = made
     except Exception as error:  # a torn zip, a cut header, another architecture: many kinds
-        raise TrimtabError(f"the model in {str(path)!r} cannot be read ({_line(error)}): get it once more") from error
+        raise _unreadable(path, one_line(error)) from error
     missing, odd = sorted(info["missing_keys"]), list(info.get("mismatched_keys") or ())
     if missing or odd:
         names = ", ".join(str(name) for name in (missing or odd)[:3])
@@ -235,13 +237,14 @@ def _read_model(place: Path, path: Path, options: dict[str, Any]) -> Any:
 
 def _check_size(folder: Path) -> None:
     """Refuse a config of many more numbers than the weights have bytes: Transformers would make room for them first."""
-    numbers = sum(p.numel() for p in shapes(folder)[1].parameters())
+    numbers = sum(p.numel() for p in _without_numbers(folder, folder, {}).parameters())
     stored = sum(file.stat().st_size for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}"))
     if numbers > MOST_PER_BYTE * stored:
-        raise TrimtabError(
-            f"the model in {str(folder)!r} cannot be read (its config.json speaks of {numbers:,} numbers, its weights "
-            f"have {stored:,} bytes): get it once more"
-        )
+        raise _unreadable(folder, f"its config.json speaks of {numbers:,} numbers, its weights have {stored:,} bytes")
+
+
+def _unreadable(path: Path, why: str) -> TrimtabError:
+    return TrimtabError(f"the model in {str(path)!r} cannot be read ({why}): get it once more")
 
 
 def _read_tokenizer(place: Path, path: Path, options: dict[str, Any]) -> Any:
@@ -252,12 +255,8 @@ def _read_tokenizer(place: Path, path: Path, options: dict[str, Any]) -> Any:
             return transformers.AutoTokenizer.from_pretrained(place, **FILES, **options)
     except Exception as error:
         raise TrimtabError(
-            f"the tokenizer in {str(path)!r} cannot be read ({_line(error)}): put its files beside the model"
+            f"the tokenizer in {str(path)!r} cannot be read ({one_line(error)}): put its files beside the model"
         ) from error
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextmanager

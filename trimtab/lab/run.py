@@ -39,7 +39,7 @@ from trimtab.control.selections import Fixed, Selection
 from trimtab.control.sinks import Sinks, Tee
 from trimtab.control.units import find_units
 from trimtab.control.values import Event, Plan
-from trimtab.errors import NoEffectWarning, TrimtabError
+from trimtab.errors import NoEffectWarning, TrimtabError, one_line
 from trimtab.lab import checkpoint, parallel
 from trimtab.lab.config import Settings
 from trimtab.lab.faults import Faults, Windows, parse_faults
@@ -369,7 +369,7 @@ class Run:
         except (TrimtabError, OSError):
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            said = one_line(error)
             raise TrimtabError(
                 f"{path} cannot be continued ({said}): move it away to go on from the one before"
             ) from error

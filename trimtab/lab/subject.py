@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trimtab.control.record import CHECKPOINTS, RUN
-from trimtab.errors import NoEffectWarning, TrimtabError
+from trimtab.errors import NoEffectWarning, TrimtabError, one_line
 from trimtab.lab import checkpoint
 from trimtab.lab.config import Config
 from trimtab.lab.data import Corpus, Sampler, load_corpus
@@ -33,7 +33,6 @@ from trimtab.lab.pretrained import SMOLLM2, is_smollm2, load, load_model
 from trimtab.lab.probing import LossFn
 from trimtab.linear.convert import ConvertReport, convert_
 from trimtab.linear.linear import load_path_state, switch_linears
-from trimtab.report.verdict import brief
 
 HF_BATCH, HF_SEQ = 4, 256
 
@@ -112,8 +111,9 @@ def _try(model: nn.Module, batch: tuple[Tensor, Tensor], path: Path) -> None:
         with torch.no_grad():
             logits_loss(model, (batch[0][:1], batch[1][:1]))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        said = f"{type(error).__name__}: {brief(' '.join(str(error).split()), 200)}"
-        raise TrimtabError(f"the model in {str(path)!r} cannot be run ({said}): look at its config.json") from error
+        raise TrimtabError(
+            f"the model in {str(path)!r} cannot be run ({one_line(error)}): look at its config.json"
+        ) from error
 
 
 def logits_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -155,8 +155,7 @@ def _remember(model: nn.Module, paths: Any, file: Path) -> None:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise TrimtabError(
-            f"what the linears remember in {file} is damaged ({type(error).__name__}: {brief(str(error))}): "
-            "give another checkpoint"
+            f"what the linears remember in {file} is damaged ({one_line(error, 60)}): give another checkpoint"
         ) from error
 
 

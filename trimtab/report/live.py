@@ -210,7 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         """Take in what a refused client still sends: a connection that is closed over it is reset, answer and all."""
         super().finish()
-        left = DRAINED if self._refused else 0
+        if not self._refused:
+            return
+        left = DRAINED
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(DRAIN_SECONDS)

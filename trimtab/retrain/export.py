@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from trimtab.checks import check_parts, parse_json
-from trimtab.errors import MissingExtraError, TrimtabError, missing_extra
+from trimtab.errors import MissingExtraError, TrimtabError, missing_extra, one_line
 from trimtab.files import check_plain, disk_errors
 from trimtab.retrain.packed import Packed, check_packed, load_packed_, safetensors, save_packed
 from trimtab.retrain.walk import Retrained
@@ -157,8 +157,7 @@ def load_folder(folder: str | Path) -> tuple[nn.Module, dict[str, Packed]]:
     except TrimtabError:
         raise
     except Exception as error:  # Transformers raises many kinds
-        line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise TrimtabError(f"{folder / 'config.json'} is not of a causal language model: {line}") from error
+        raise TrimtabError(f"{folder / 'config.json'} is not of a causal language model: {one_line(error)}") from error
     return model.eval(), load_packed_(model, folder / PACKED)
 
 
