@@ -23,6 +23,7 @@ from torch import nn
 from trimtab.control.units import Grouping, Switch, group, roots_of
 from trimtab.errors import NoEffectWarning, TrimtabError
 from trimtab.linear import real
+from trimtab.linear.kin import introduce
 from trimtab.linear.linear import SwitchLinear, switch_linears
 from trimtab.linear.paths import Recipe
 from trimtab.linear.recipes import build
@@ -122,6 +123,7 @@ def convert_(
             linear.__class__ = SwitchLinear
             assert isinstance(linear, SwitchLinear)
             linear.attach(switch, recipe, path, real=carried == "real")
+    introduce([linear for linear in linears.values() if isinstance(linear, SwitchLinear)])
     return report
 
 

@@ -3,6 +3,7 @@
 
     amax_cast               to a format and back, for the emulation
     cast_both, cast_tiles   into FP8, in the layouts that matrix products need
+    cast_together           some weights into FP8 at once
     past_amax               the amax of delayed scaling, and its history moved on
     pack, unpack            into codes of 4 or 8 bits, and back
 
@@ -32,7 +33,9 @@ FP32 bits with integer operations, so that GPUs without FP8 can do it too.
 Importing this file needs Triton; the files that use it import it only then.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -126,6 +129,16 @@ def _whole(
     tl.store(out_ptr + at, q.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
+_empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportAttributeAccessIssue]
+"""What compiled code allocates with, in half the time."""
+
+
+def _new_cuda(_: Tensor, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor:
+    """A matrix or a number on the current device, without values."""
+    assert _empty_cuda is not None
+    return _empty_cuda(shape, (shape[1], 1) if shape else (), dtype)
+
+
 def _is_elsewhere(x: Tensor) -> bool:
     """Whether x is not on the current device; a CPU tensor comes from Triton's interpreter."""
     return x.is_cuda and x.device.index != torch.cuda.current_device()
@@ -141,6 +154,10 @@ _ready: dict[tuple[Any, ...], "_Launch"] = {}
 itself looks at every argument of every launch, which takes longer than a small cast."""
 MOST = 4096
 """How many of them are kept: batches may have a new length each time."""
+TOGETHER = 8
+"""How many tensors `cast_together` takes."""
+_joint: dict[tuple[Any, ...], Any] = {}
+"""What it has launched before."""
 
 
 def _apart(x: Tensor, both: bool) -> bool:
@@ -311,6 +328,7 @@ class _Launch:
         self._grid = (-(-(rows_pad if wanted[1] else num_rows) // height), -(-columns_pad // width), 1)
         self._shapes = [(num_rows, columns_pad) if wanted[0] else None, (num_columns, rows_pad) if wanted[1] else None]
         self._dtype, self._scales = dtype, () if per == "tensor" else (amax.numel(), 1)
+        self._new = _new_cuda if x.is_cuda and _empty_cuda is not None else Tensor.new_empty
         self._rest = (
             num_rows, num_columns, rows_pad, columns_pad, x.stride(0),
             per, *wanted, fmt.is_integer, fmt.max, pow2_scale, saturate, height, width,
@@ -319,9 +337,10 @@ class _Launch:
 
     def __call__(self, x: Tensor, amax: Tensor) -> Both:
         """Launch it; from the second time on without Triton's search."""
-        scale, (first, second) = x.new_empty(self._scales, dtype=torch.float32), self._shapes
-        rows = None if first is None else x.new_empty(first, dtype=self._dtype)
-        columns = None if second is None else x.new_empty(second, dtype=self._dtype)
+        (first, second), new = self._shapes, self._new
+        scale = new(x, self._scales, dtype=torch.float32)
+        rows = None if first is None else new(x, first, dtype=self._dtype)
+        columns = None if second is None else new(x, second, dtype=self._dtype)
         # A kernel wants an address even where it writes nothing.
         args = x, amax, columns if rows is None else rows, rows if columns is None else columns, scale, *self._rest
         if self.binary is None:
@@ -330,6 +349,86 @@ class _Launch:
         else:
             self.binary(*args, stream=torch._C._cuda_getCurrentRawStream(x.device.index))  # pyright: ignore
         return None if rows is None else (rows, scale), None if columns is None else (columns, scale)
+
+
+@triton.jit
+def _piece(x_ptr, amax_ptr, out_ptr, scale_ptr, piece, QMAX: tl.constexpr, POW2: tl.constexpr, SIZE: tl.constexpr):
+    """One piece of a tensor with one scale."""
+    at = piece.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    scale = _scale(tl.load(amax_ptr).to(tl.float32), QMAX, POW2)
+    if piece == 0:
+        tl.store(scale_ptr, scale)
+    lift, lifted, inverse = _prepare(scale)
+    y = _narrow(tl.load(x_ptr + at).to(tl.float32), lift, lifted, inverse, QMAX, False)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["end0", "end1", "end2", "end3", "end4", "end5", "end6"])
+def _together(
+    x0, x1, x2, x3, x4, x5, x6, x7, amax0, amax1, amax2, amax3, amax4, amax5, amax6, amax7, out_ptr, scale_ptr,
+    end0, end1, end2, end3, end4, end5, end6, QMAX: tl.constexpr, POW2: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    if at < end0:
+        _piece(x0, amax0, out_ptr, scale_ptr, at, QMAX, POW2, SIZE)
+    elif at < end1:
+        _piece(x1, amax1, out_ptr + end0.to(tl.int64) * SIZE, scale_ptr + 1, at - end0, QMAX, POW2, SIZE)
+    elif at < end2:
+        _piece(x2, amax2, out_ptr + end1.to(tl.int64) * SIZE, scale_ptr + 2, at - end1, QMAX, POW2, SIZE)
+    elif at < end3:
+        _piece(x3, amax3, out_ptr + end2.to(tl.int64) * SIZE, scale_ptr + 3, at - end2, QMAX, POW2, SIZE)
+    elif at < end4:
+        _piece(x4, amax4, out_ptr + end3.to(tl.int64) * SIZE, scale_ptr + 4, at - end3, QMAX, POW2, SIZE)
+    elif at < end5:
+        _piece(x5, amax5, out_ptr + end4.to(tl.int64) * SIZE, scale_ptr + 5, at - end4, QMAX, POW2, SIZE)
+    elif at < end6:
+        _piece(x6, amax6, out_ptr + end5.to(tl.int64) * SIZE, scale_ptr + 6, at - end5, QMAX, POW2, SIZE)
+    else:
+        _piece(x7, amax7, out_ptr + end6.to(tl.int64) * SIZE, scale_ptr + 7, at - end6, QMAX, POW2, SIZE)
+
+
+def takes_together(tensors: Sequence[Tensor]) -> bool:
+    """Whether one launch can cast these: as many as it has arguments for, each a whole number of pieces."""
+    return 1 < len(tensors) <= TOGETHER and all(
+        x.numel() % FLAT == 0 and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors
+    )
+
+
+def cast_together(
+    tensors: Sequence[Tensor], fmt: Format, dtype: torch.dtype, amaxes: Sequence[Tensor], *, pow2_scale: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Some tensors of one type in few bits, each with the scale of its own amax, from one launch.
+
+    Args:
+        amaxes: what these very tensors measure, so that nothing lies beyond a scale.
+    """
+    sizes = [x.numel() for x in tensors]
+    ends = list(itertools.accumulate(size // FLAT for size in sizes))
+    first, missing = tensors[0], TOGETHER - len(tensors)
+    out = first.new_empty(sum(sizes), dtype=dtype)
+    scales = first.new_empty(TOGETHER, dtype=torch.float32)
+    grid = (ends[-1], 1, 1)
+    args = (
+        *tensors, *[first] * missing, *amaxes, *[amaxes[0]] * missing, out, scales,
+        *ends[:-1], *ends[-1:] * missing, fmt.max, pow2_scale, FLAT,
+    )  # fmt: skip
+    key = (
+        first.device,
+        first.dtype,
+        amaxes[0].dtype,
+        dtype,
+        fmt.name,
+        pow2_scale,
+        tuple(x.data_ptr() % 16 for x in amaxes),
+    )
+    ready = _joint.get(key)
+    with _device(first):
+        if ready is None:
+            _joint[key] = _together[grid](*args, num_warps=8)  # pyright: ignore[reportIndexIssue]
+        else:
+            ready[grid](*args, stream=torch._C._cuda_getCurrentRawStream(first.device.index))  # pyright: ignore
+    parts = zip(out.split(sizes), tensors, scales.unbind()[: len(tensors)], strict=True)
+    return [(data.view(x.shape), scale) for data, x, scale in parts]
 
 
 @triton.jit(do_not_specialize=["place"])

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from trimtab.control.units import Switch
 from trimtab.errors import TrimtabError
 from trimtab.linear.gemms import SwitchedGemms
+from trimtab.linear.kin import Kin
 from trimtab.linear.opaque import amax_of, enroll, linear, linear_saving, mark
 from trimtab.linear.paths import Recipe
 from trimtab.linear.state import Call, Ear, Fault, PathState, Watch
@@ -67,6 +68,10 @@ class SwitchLinear(nn.Linear):
     """Whether its low path keeps the input in few bits; looked up here, where a compiler can read it."""
     whole: tuple[bool, bool]
     """Whether input and output gradient are scaled by the amax of the whole tensor."""
+    kin: Kin | None
+    """With whom it casts its weight on real kernels."""
+    place: int
+    """Its place among them."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TrimtabError("a SwitchLinear is made from an nn.Linear inside a model: use convert_(model, recipe)")
@@ -78,6 +83,7 @@ class SwitchLinear(nn.Linear):
         self.number, self.saves = enroll(self), recipe.low.saves
         whole = recipe.low.whole | recipe.high.whole
         self.whole = "input" in whole, "grad_output" in whole
+        self.kin, self.place = None, 0
 
     def detach(self) -> None:
         """Remove what `attach` set, so that the class can go back to `nn.Linear`."""
@@ -94,6 +100,8 @@ class SwitchLinear(nn.Linear):
             "number",
             "saves",
             "whole",
+            "kin",
+            "place",
         )
         for attribute in mine:
             del self.__dict__[attribute]
@@ -151,6 +159,9 @@ class SwitchLinear(nn.Linear):
             call.report = _reporter(self, self.watch)
         if self.ears and self.training:
             call.ears = tuple(self.ears)
+        if self.kin is not None:
+            Kin.turns += 1
+            call.kin, call.place = (None if high else self.kin), self.place
         self.__dict__["_last"] = call  # past nn.Module, which would ask whether it is a parameter
         return call
 
@@ -180,8 +191,8 @@ class SwitchLinear(nn.Linear):
         return f"{super().extra_repr()}, unit={self.switch.name!r}, low={recipe.low.name}, high={recipe.high.name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy starts outside any backward, unwatched and unheard, and under a number of its own.
-        state = super().__getstate__() | {"_last": None, "watch": None, "ears": []}
+        # A copy starts outside any backward, unwatched, unheard and without kin, and under a number of its own.
+        state = super().__getstate__() | {"_last": None, "watch": None, "ears": [], "kin": None}
         del state["number"]
         return state
 

@@ -42,7 +42,7 @@ from trimtab.linear.formats import FORMATS
 from trimtab.linear.paths import SIDES, Cast, Gemm, Path
 from trimtab.linear.quantize import as_matrix, group_amax
 from trimtab.linear.scales import amax_scale
-from trimtab.linear.state import Call
+from trimtab.linear.state import Call, whole
 
 Made = TypeVar("Made")
 Change = Callable[[Tensor], Tensor]
@@ -132,7 +132,7 @@ def output(
     elif call.path.saves:
         y = nn.functional.linear(_unpacked(call, kept, x.dtype).reshape(x.shape), weight, bias)
     else:
-        a, b = _shared(call, "output", x), _cast(call, "output", "weight", weight)
+        a, b = _shared(call, "output", x), _weight(call, weight)
         y = _multiply("output", a, b, x.dtype, bias).reshape(*x.shape[:-1], weight.shape[0])
     return y, (kept if need_w else (None, *kept[1:2], None))
 
@@ -258,9 +258,14 @@ class _Last(NamedTuple):
 _last: dict[torch.device, _Last] = {}
 
 
+def stream_of(x: Tensor) -> int:
+    """Which stream works on a tensor now."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0  # pyright: ignore
+
+
 def _value(call: Call, x: Tensor) -> tuple[int, ...]:
     """Which value a tensor object holds: by its version, or its mark where compiled code writes past the version."""
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0  # pyright: ignore
+    stream = stream_of(x)
     return (stream, call.mark) if call.mark is not None else (stream, x._version, x.data_ptr())
 
 
@@ -292,6 +297,26 @@ def _shared(call: Call, role: str, x: Tensor) -> Side:
     cast = gemm.left if role == "output" else gemm.right
     assert cast is not None
     return _once(call, x, cast, role != "output", lambda: _cast(call, role, "input", x))
+
+
+def _weight(call: Call, weight: Tensor) -> Side:
+    """The weight of the forward as an operand: made with those of its kin, or by itself."""
+    made = None if call.kin is None or call.fault is not None else call.kin.take(call.place, weight)
+    if made is None:
+        return _cast(call, "output", "weight", weight)
+    call.measured[whole("weight")] = made.amax
+    return made.operand
+
+
+def together(weights: list[Tensor], cast: Cast) -> list[tuple[Operand, Tensor]]:
+    """Some weights as operands of the forward, each with its amax; on a GPU in two launches."""
+    kernels = _kernels() if weights[0].is_cuda else None
+    if kernels is None or len(weights) == 1 or not kernels.takes_together(weights):
+        found = [(one, _measure(one, cast)) for one in weights]
+        return [(_quantize(one, cast, amax, (True, False), saturate=False)[0], amax) for one, amax in found]  # type: ignore[misc]
+    amaxes = torch._foreach_norm(weights, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
+    made = kernels.cast_together(weights, FORMATS[cast.fmt], TYPES[cast.fmt], amaxes, pow2_scale=cast.pow2_scale)
+    return [(Operand(data, scale), amax) for (data, scale), amax in zip(made, amaxes, strict=True)]
 
 
 def _packed(call: Call, x: Tensor, weight: Tensor) -> Kept:

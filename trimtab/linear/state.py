@@ -25,7 +25,7 @@ The only state is the counter.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from trimtab.errors import TrimtabError
 from trimtab.linear.hadamard import fixed_signs, random_signs
 from trimtab.linear.paths import Cast, Gemm, Path, Recipe
 from trimtab.linear.quantize import group_amax
+
+if TYPE_CHECKING:
+    from trimtab.linear.kin import Kin
 
 
 class Fault(Protocol):
@@ -184,6 +187,10 @@ class Call:
     """Takes (role, low result, high result) of a watched call."""
     ears: "tuple[Ear, ...]" = ()
     """Who listens to a compiled training forward and its backward."""
+    kin: "Kin | None" = None
+    """With whom the weight is cast on real kernels (`kin.py`)."""
+    place: int = 0
+    """Which of them this is."""
 
     def observe(self, operand: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
         """Look up the amax that a delayed cast of x uses and feed the history; once per call and operand.
