@@ -372,19 +372,19 @@ def _together(
     if at < end0:
         _piece(x0, amax0, out_ptr, scale_ptr, at, QMAX, POW2, SIZE)
     elif at < end1:
-        _piece(x1, amax1, out_ptr + end0.to(tl.int64) * SIZE, scale_ptr + 1, at - end0, QMAX, POW2, SIZE)
+        _piece(x1, amax1, out_ptr + end0.to(tl.int64) * SIZE, scale_ptr + 4, at - end0, QMAX, POW2, SIZE)
     elif at < end2:
-        _piece(x2, amax2, out_ptr + end1.to(tl.int64) * SIZE, scale_ptr + 2, at - end1, QMAX, POW2, SIZE)
+        _piece(x2, amax2, out_ptr + end1.to(tl.int64) * SIZE, scale_ptr + 8, at - end1, QMAX, POW2, SIZE)
     elif at < end3:
-        _piece(x3, amax3, out_ptr + end2.to(tl.int64) * SIZE, scale_ptr + 3, at - end2, QMAX, POW2, SIZE)
+        _piece(x3, amax3, out_ptr + end2.to(tl.int64) * SIZE, scale_ptr + 12, at - end2, QMAX, POW2, SIZE)
     elif at < end4:
-        _piece(x4, amax4, out_ptr + end3.to(tl.int64) * SIZE, scale_ptr + 4, at - end3, QMAX, POW2, SIZE)
+        _piece(x4, amax4, out_ptr + end3.to(tl.int64) * SIZE, scale_ptr + 16, at - end3, QMAX, POW2, SIZE)
     elif at < end5:
-        _piece(x5, amax5, out_ptr + end4.to(tl.int64) * SIZE, scale_ptr + 5, at - end4, QMAX, POW2, SIZE)
+        _piece(x5, amax5, out_ptr + end4.to(tl.int64) * SIZE, scale_ptr + 20, at - end4, QMAX, POW2, SIZE)
     elif at < end6:
-        _piece(x6, amax6, out_ptr + end5.to(tl.int64) * SIZE, scale_ptr + 6, at - end5, QMAX, POW2, SIZE)
+        _piece(x6, amax6, out_ptr + end5.to(tl.int64) * SIZE, scale_ptr + 24, at - end5, QMAX, POW2, SIZE)
     else:
-        _piece(x7, amax7, out_ptr + end6.to(tl.int64) * SIZE, scale_ptr + 7, at - end6, QMAX, POW2, SIZE)
+        _piece(x7, amax7, out_ptr + end6.to(tl.int64) * SIZE, scale_ptr + 28, at - end6, QMAX, POW2, SIZE)
 
 
 def takes_together(tensors: Sequence[Tensor]) -> bool:
@@ -406,7 +406,9 @@ def cast_together(
     ends = list(itertools.accumulate(size // FLAT for size in sizes))
     first, missing = tensors[0], TOGETHER - len(tensors)
     out = first.new_empty(sum(sizes), dtype=dtype)
-    scales = first.new_empty(TOGETHER, dtype=torch.float32)
+    scales = first.new_empty(
+        TOGETHER, 4, dtype=torch.float32
+    )  # a product wants the address of a scale in whole 16 bytes
     grid = (ends[-1], 1, 1)
     args = (
         *tensors, *[first] * missing, *amaxes, *[amaxes[0]] * missing, out, scales,
@@ -427,7 +429,7 @@ def cast_together(
             _joint[key] = _together[grid](*args, num_warps=8)  # pyright: ignore[reportIndexIssue]
         else:
             ready[grid](*args, stream=torch._C._cuda_getCurrentRawStream(first.device.index))  # pyright: ignore
-    parts = zip(out.split(sizes), tensors, scales.unbind()[: len(tensors)], strict=True)
+    parts = zip(out.split(sizes), tensors, scales[:, 0].unbind()[: len(tensors)], strict=True)
     return [(data.view(x.shape), scale) for data, x, scale in parts]
 
 
