@@ -3,7 +3,10 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -316,3 +319,66 @@ def test_a_turn_is_counted_for_those_who_have_kin() -> None:
     assert Kin.turns == before
     model(blocks=2)(data())
     assert Kin.turns == before + 8
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # the compiler looks at what a block is given
+def test_compiled_code_finds_the_same_and_no_plan_compiles_again(casts) -> None:
+    ours, plain = model(), model(kin=False)
+    for block in ours:
+        block.compile(fullgraph=True, backend="aot_eager")
+    step(ours, data())
+    generator = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn in range(12):
+            names = [f"{b}.{n}" for b in range(2) for n in NAMES if torch.rand((), generator=generator) < 0.3]
+            casts.clear()
+            for one in (ours, plain):
+                high(one, *names)
+                with torch.no_grad():
+                    for parameter in one.parameters():
+                        parameter.mul_(1.1)
+            assert_same(step(ours, data(seed=turn)), step(plain, data(seed=turn)))
+            low = [4 - sum(name.startswith(f"{block}.") for name in names) for block in range(2)]
+            assert casts == [count for count in low if count]
+
+
+SHARDED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from test_kin import data, model
+from trimtab.linear import real
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 1), rank=0, world_size=1)
+mesh, seen = init_device_mesh("cpu", (1,)), []
+together = real.together
+real.together = lambda weights, cast: seen.append(len(weights)) or together(weights, cast)
+made = [model(kin=True), model(kin=False)]
+for one in made:
+    for block in one:
+        fully_shard(block, mesh=mesh)
+    fully_shard(one, mesh=mesh)
+optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in made]
+for turn in range(4):
+    found = []
+    for one, optimizer in zip(made, optimizers):
+        y = one(data(seed=turn))
+        y.float().square().mean().backward()
+        found.append([y.detach(), *(p.grad.full_tensor() for p in one.parameters())])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), turn
+assert seen == [4] * 8, seen
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_weights_are_cast_as_they_are_gathered(tmp_path) -> None:
+    """FSDP2 writes gathered weights past their versions, and frees them after the block."""
+    command = [sys.executable, "-c", SHARDED, str(Path(__file__).parent), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -125,4 +125,4 @@ class Kin:
 
 def _value(weight: Tensor) -> tuple[int, ...]:
     """Which numbers a cast is of, and who may read it."""
-    return weight.data_ptr(), weight._version, real.stream_of(weight), torch.is_inference_mode_enabled()
+    return weight.data_ptr(), weight._version, real.stream_of(weight)
