@@ -406,23 +406,14 @@ def cast_together(
     ends = list(itertools.accumulate(size // FLAT for size in sizes))
     first, missing = tensors[0], TOGETHER - len(tensors)
     out = first.new_empty(sum(sizes), dtype=dtype)
-    scales = first.new_empty(
-        TOGETHER, 4, dtype=torch.float32
-    )  # a product wants the address of a scale in whole 16 bytes
+    scales = first.new_empty(TOGETHER, 4, dtype=torch.float32)  # a product wants each on 16 bytes
     grid = (ends[-1], 1, 1)
     args = (
         *tensors, *[first] * missing, *amaxes, *[amaxes[0]] * missing, out, scales,
         *ends[:-1], *ends[-1:] * missing, fmt.max, pow2_scale, FLAT,
     )  # fmt: skip
-    key = (
-        first.device,
-        first.dtype,
-        amaxes[0].dtype,
-        dtype,
-        fmt.name,
-        pow2_scale,
-        tuple(x.data_ptr() % 16 for x in amaxes),
-    )
+    aligned = tuple(x.data_ptr() % 16 for x in amaxes)
+    key = first.device, first.dtype, amaxes[0].dtype, dtype, fmt.name, pow2_scale, aligned
     ready = _joint.get(key)
     with _device(first):
         if ready is None:
