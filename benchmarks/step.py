@@ -196,8 +196,9 @@ def main() -> None:
     for row in table.values():
         row["speed_up"] = round(1 / row["ratio"], 4)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    waited = "" if args.wait == "forward" else f"{args.wait}_"
     save(
-        f"step_{device}_{args.model}",
+        f"step_{waited}{device}_{args.model}",
         table,
         batch=args.batch,
         rounds=args.rounds,
