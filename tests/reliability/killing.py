@@ -46,6 +46,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -268,6 +269,7 @@ def _play(args: list[str], out: Path, plan: Mapping[str, Any], told: int) -> Non
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
         traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python leaves: threads first, or a pool waits for ever
     atexit._run_exitfuncs()
     new = [name for name in sys.modules if name not in before]
     os.write(told, "".join(f"loaded {name}\n" for name in new).encode())
