@@ -37,7 +37,7 @@ unit: setup
 
 # The rounds that prove reliability: kills, poison, fuzzing, long runs; hours.
 long: setup
-	TRIMTAB_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/reliability
+	TRIMTAB_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q tests/reliability
 
 # Known vulnerabilities of what is installed in .venv; asks an advisory service, so it needs the internet.
 audit: setup
