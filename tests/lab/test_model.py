@@ -83,6 +83,8 @@ def test_a_size_takes_overrides_and_names_what_it_does_not_know() -> None:
         ({"layers": 0}, "layers must be at least 1"),
         ({"num_experts": 2, "top_k": 3}, "top_k must lie between 1 and num_experts"),
         ({"num_experts": -1}, "num_experts must be 0"),
+        ({"num_experts": 10**6}, r"at most 32,768 linears, got 6,000,008 \(2 layers, 1,000,000 experts\)"),
+        ({"layers": 10**9}, "at most 32,768 linears"),
         ({"norm": "layernorm"}, "rmsnorm, ssnorm, got 'layernorm'"),
     ],
 )

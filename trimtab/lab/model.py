@@ -43,6 +43,8 @@ from trimtab.errors import TrimtabError
 from trimtab.nn import EmbProj, SSNorm
 
 INIT_STD = 0.02
+MOST_LINEARS = 32_768
+"""What is built in seconds."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ class ModelConfig:
             raise TrimtabError(f"num_experts must be 0 (dense) or more, got {self.num_experts}")
         if self.num_experts and not 1 <= self.top_k <= self.num_experts:
             raise TrimtabError(f"top_k must lie between 1 and num_experts ({self.num_experts}), got {self.top_k}")
+        linears = self.layers * (4 + 3 * max(1, self.num_experts))
+        if linears > MOST_LINEARS:  # a damaged file may say anything, and would be built for hours
+            raise TrimtabError(
+                f"a model may have at most {MOST_LINEARS:,} linears, got {linears:,} ({self.layers:,} layers, "
+                f"{self.num_experts:,} experts): lower layers or num_experts"
+            )
         if self.norm not in NORMS:
             raise TrimtabError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
 
