@@ -306,8 +306,10 @@ def test_one_launch_has_the_bits_of_single_casts(count, fmt, dtype, bad) -> None
 @pytest.mark.skipif(not HOPPER, reason="needs FP8 units")
 def test_one_launch_casts_large_weights_too() -> None:
     weights = [torch.randn(2048, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(7)]
+    from trimtab.linear import kernels
     from trimtab.linear.paths import Cast
 
+    assert kernels.TOGETHER == MOST
     for weight, (operand, _) in zip(weights, real.together(weights, Cast("e4m3", "tensor")), strict=True):
         ((wanted, _),) = real.together([weight], Cast("e4m3", "tensor"))
         assert torch.equal(operand.data.view(torch.uint8), wanted.data.view(torch.uint8))

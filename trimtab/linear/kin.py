@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trimtab.linear.linear import SwitchLinear
 
 MOST = 8
-"""How many a launch takes."""
+"""How many a launch takes (`kernels.TOGETHER`, which cannot be read without Triton)."""
 SOON = 4
 """What was made may be taken for this many turns per member: kin may be called with others in between."""
 
@@ -85,7 +85,7 @@ class Kin:
             return None
         if weight.is_inference():  # it has no versions
             return None
-        value = _value(weight)
+        value = real.value_of(weight)
         made = self._made.pop(place, None)
         if made is None or made.value != value or Kin.turns - made.turn > SOON * len(self._linears):
             self._make(place, weight)
@@ -112,7 +112,7 @@ class Kin:
         with torch.no_grad():
             found = real.together(list(weights.values()), self._cast)
         for (other, one), (operand, amax) in zip(weights.items(), found, strict=True):
-            self._made[other] = Made(operand, amax, _value(one), Kin.turns)
+            self._made[other] = Made(operand, amax, real.value_of(one), Kin.turns)
 
     def _is_like(self, linear: "SwitchLinear", weight: Tensor) -> bool:
         """Whether a linear still belongs here, is going to run low, and has a whole weight of its own at hand."""
@@ -121,8 +121,3 @@ class Kin:
         own = linear.weight  # a sharded, gathered or computed one has another type or shape
         whole = type(own) is nn.Parameter and own.shape == (linear.out_features, linear.in_features)
         return whole and own.dtype == weight.dtype and own.device == weight.device and not own.is_inference()
-
-
-def _value(weight: Tensor) -> tuple[int, ...]:
-    """Which numbers a cast is of, and who may read it."""
-    return weight.data_ptr(), weight._version, real.stream_of(weight)

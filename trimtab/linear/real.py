@@ -258,15 +258,18 @@ class _Last(NamedTuple):
 _last: dict[torch.device, _Last] = {}
 
 
-def stream_of(x: Tensor) -> int:
-    """Which stream works on a tensor now."""
+def _stream(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0  # pyright: ignore
 
 
+def value_of(x: Tensor) -> tuple[int, ...]:
+    """Which numbers a tensor object holds, and on which stream: what writes past the version is not seen."""
+    return _stream(x), x._version, x.data_ptr()
+
+
 def _value(call: Call, x: Tensor) -> tuple[int, ...]:
-    """Which value a tensor object holds: by its version, or its mark where compiled code writes past the version."""
-    stream = stream_of(x)
-    return (stream, call.mark) if call.mark is not None else (stream, x._version, x.data_ptr())
+    """The same of an input: by its mark where compiled code writes past the version."""
+    return value_of(x) if call.mark is None else (_stream(x), call.mark)
 
 
 def _is_of(last: _Last, call: Call, x: Tensor, cast: Cast) -> bool:
@@ -311,7 +314,7 @@ def _weight(call: Call, weight: Tensor) -> Side:
 def together(weights: list[Tensor], cast: Cast) -> list[tuple[Operand, Tensor]]:
     """Some weights as operands of the forward, each with its amax; on a GPU in two launches."""
     kernels = _kernels() if weights[0].is_cuda else None
-    if kernels is None or len(weights) == 1 or not kernels.takes_together(weights):
+    if kernels is None or not kernels.takes_together(weights):
         found = [(one, _measure(one, cast)) for one in weights]
         return [(_quantize(one, cast, amax, (True, False), saturate=False)[0], amax) for one, amax in found]  # type: ignore[misc]
     amaxes = torch._foreach_norm(weights, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
